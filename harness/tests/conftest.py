@@ -1,0 +1,179 @@
+"""A stand-in for the service, on a real loopback socket: the routes the harness uses, and faults on demand."""
+
+import json
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+Json = dict[str, Any]
+
+
+class FakeService:
+    """Answers chats with ``answer(prompt, index)`` and trains a release from every ``batch_size`` scored reports.
+
+    ``faults`` are taken one per request: a status to answer with (``retry_after`` goes along), "drop" to break the
+    connection unanswered, or "lose" to do the work and then break the connection. Groups train when they are whole (8);
+    with ``drop_tied`` those of equal scores are dropped.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Callable[[str, int], str] = lambda prompt, index: "1+1=2. <final>2</final>"
+        self.finish_reason = "stop"
+        self.batch_size = 8
+        self.faults: deque[int | str] = deque()
+        self.retry_after: str | None = None
+        self.requests: list[tuple[str, str, dict[str, str], Json | None]] = []  # method, path, headers, body
+        self.receipts: dict[str, Json] = {}
+        self.reports: dict[str, tuple[Json, Json]] = {}  # id -> body, state
+        self.pending: list[str] = []
+        self.drop_tied = False
+        self.release_names = ["r0"]
+        self.evaluations: list[tuple[str, Json]] = []
+        self.lock = threading.Lock()
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                service.handle(self)
+
+            def do_POST(self) -> None:
+                service.handle(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 128  # connections that may wait; the default of 5 makes bursts wait a second
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that gave up is part of the tests
+                    super().handle_error(request, client_address)
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def paths(self, prefix: str) -> list[Json | None]:
+        """The bodies of the requests whose path starts with ``prefix``, in order."""
+        return [body for _, path, _, body in self.requests if path.startswith(prefix)]
+
+    def handle(self, http: BaseHTTPRequestHandler) -> None:
+        length = int(http.headers.get("content-length", 0))
+        body = json.loads(http.rfile.read(length)) if length else None
+        headers: dict[str, str] = {}
+        with self.lock:
+            self.requests.append((http.command, http.path, {k.lower(): v for k, v in http.headers.items()}, body))
+            fault = self.faults.popleft() if self.faults else None
+            if fault == "drop":
+                http.close_connection = True
+                return
+            if isinstance(fault, int):
+                status, answer = fault, error(f"told to answer {fault}")
+                if self.retry_after is not None:
+                    headers["retry-after"] = self.retry_after
+            else:
+                status, answer = self.route(http.command, http.path.split("?")[0].strip("/").split("/"), body, headers)
+            if fault == "lose":
+                http.close_connection = True
+                return
+        payload = json.dumps(answer).encode()
+        http.send_response(status)
+        for name, value in {**headers, "content-length": str(len(payload)), "content-type": "application/json"}.items():
+            http.send_header(name, value)
+        http.end_headers()
+        http.wfile.write(payload)
+
+    def route(self, method: str, parts: list[str], body: Any, headers: dict[str, str]) -> tuple[int, Json]:
+        match method, parts:
+            case "POST", ["v1", "chat", "completions"]:
+                return 200, self.chat(body, body["messages"][-1]["content"], headers, "message")
+            case "POST", ["v1", "completions"]:
+                return 200, self.chat(body, str(body["prompt"]), headers, "text")
+            case "POST", ["reef", "report"]:
+                return self.report(body)
+            case "GET", ["reef", "reports", id] if id in self.reports:
+                return 200, self.reports[id][1]
+            case "GET", ["reef", "receipts", id] if id in self.receipts:
+                return 200, self.receipts[id]
+            case "GET", ["reef", "scenarios"]:
+                return 200, {"scenarios": [{"name": "sums"}]}
+            case "POST", ["reef", "scenarios"]:
+                return 201, {"name": body["name"]}
+            case "GET", ["reef", "scenarios", name, "releases"]:
+                return 200, {"scenario": name, "releases": self.chain()}
+            case "POST", ["reef", "scenarios", _, "releases", release, "evaluations"]:
+                self.evaluations.append((release, body))
+                return 200, {"stored": True}
+            case "GET", ["readyz"]:
+                return 200, {"ready": True}
+        return 404, error(f"no such thing: {'/'.join(parts)}")
+
+    def chat(self, body: Json, prompt: str, headers: dict[str, str], kind: str) -> Json:
+        choices = []
+        for index in range(body.get("n", 1)):
+            id = f"c{len(self.receipts)}"
+            self.receipts[id] = {"agent_record_id": id}
+            text = self.answer(prompt, index)
+            said: Json = {"message": {"role": "assistant", "content": text}} if kind == "message" else {"text": text}
+            choices.append({"index": index, "finish_reason": self.finish_reason, "reef_agent_record_id": id, **said})
+        headers["x-reef-release-id"] = self.release_names[-1]
+        headers["x-reef-agent-record-id"] = choices[0]["reef_agent_record_id"]
+        return {"choices": choices, "usage": {"prompt_tokens": 5, "completion_tokens": 7 * len(choices)}}
+
+    def report(self, body: Json) -> tuple[int, Json]:
+        id = body["agent_record_id"]
+        if id in self.reports:
+            stored, state = self.reports[id]
+            return (200, state) if stored == body else (409, error(f"report {id} is stored with another body"))
+        if unknown := [r for r in body["references"] if r not in self.receipts]:
+            return 404, error(f"unknown receipt {unknown[0]}")
+        self.reports[id] = (body, {"agent_record_id": id, "state": "pending", "reason": None, "scenario": "sums"})
+        self.pending.append(id)
+        self.train()
+        return 200, self.reports[id][1]
+
+    def train(self) -> None:
+        groups: dict[str | None, list[str]] = {}
+        for id in self.pending:
+            groups.setdefault(self.reports[id][0].get("group"), []).append(id)
+        whole = [ids for group, ids in groups.items() if group is None or len(ids) == 8]
+        if self.drop_tied:
+            tied = [ids for ids in whole if len({self.reports[id][0]["score"] for id in ids}) == 1]
+            whole = [ids for ids in whole if ids not in tied]
+            self.finish([id for ids in tied for id in ids], state="dropped", reason="tied")
+        taken = [id for ids in whole for id in ids][:self.batch_size]
+        if len(taken) == self.batch_size:
+            self.release_names.append(f"r{len(self.release_names)}")
+            self.finish(taken, state="trained", release_id=self.release_names[-1], step=len(self.release_names) - 1)
+
+    def finish(self, ids: list[str], **state: Any) -> None:
+        for id in ids:
+            self.pending.remove(id)
+            self.reports[id][1].update(state)
+
+    def chain(self) -> list[Json]:
+        last = len(self.release_names) - 1
+        return [{"release_id": f"r{i}", "parent_release_id": f"r{i - 1}" if i else None, "content_id": f"sha256:{i}",
+                 "operation": "train" if i else "base", "step": i, "checkpoint": None, "restorable": True,
+                 "current": i == last, "created_at": 0.0, "metrics": {}} for i in range(last, -1, -1)]
+
+
+def error(message: str) -> Json:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    fake = FakeService()
+    thread = threading.Thread(target=fake.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield fake
+    fake.server.shutdown()
+    fake.server.server_close()
+    thread.join()

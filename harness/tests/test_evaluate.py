@@ -1,0 +1,76 @@
+"""Wilson's interval by known values, and evaluation over the wire."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reef_harness import Client, Evaluation, FinalGrader, Item, Retry, evaluate, wilson
+from reef_harness.errors import HarnessError
+from reef_harness.plot import learning_curve
+
+ITEMS = [Item.from_text(f"item{i}", f"{i}", str(i)) for i in range(20)]
+
+
+def run(service: Any, items: list[Item]) -> Evaluation:
+    async def call() -> Evaluation:
+        async with Client(service.url, scenario="sums", retry=Retry(total_s=0.2)) as client:
+            return await evaluate(client, items, FinalGrader(), seed=100, concurrency=4)
+
+    return asyncio.run(call())
+
+
+@pytest.mark.parametrize(("successes", "trials", "low", "high"), [
+    (81, 263, 0.2553, 0.3662),  # Newcombe (1998), Statistics in Medicine 17, table I, method 3
+    (15, 148, 0.0624, 0.1605),
+    (0, 20, 0.0, 0.1611),
+    (1, 29, 0.0061, 0.1718),
+])
+def test_wilson_gives_the_published_intervals(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_is_symmetric_and_stays_within_bounds() -> None:
+    assert wilson(20, 20) == pytest.approx((1 - 0.1611, 1.0), abs=5e-5)
+    low, high = wilson(3, 10)
+    assert wilson(7, 10) == pytest.approx((1 - high, 1 - low))
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 0), (-1, 5), (6, 5)])
+def test_wilson_refuses_impossible_counts(successes: int, trials: int) -> None:
+    with pytest.raises(ValueError, match="wilson"):
+        wilson(successes, trials)
+
+
+def test_every_item_is_answered_once_as_evaluation_traffic(service: Any) -> None:
+    service.answer = lambda prompt, index: f"<final>{prompt}</final>" if int(prompt) < 15 else f"it is {prompt}"
+    result = run(service, ITEMS)
+    assert (result.correct, result.graded, result.errors) == (15, 20, 0)
+    assert (result.accuracy, result.format_valid, result.mean_tokens, result.release) == (0.75, 0.75, 7.0, "r0")
+    assert (result.low, result.high) == wilson(15, 20)
+    assert result.summary()["accuracy"] == 0.75
+    assert [answer.item.id for answer in result.answers] == [item.id for item in ITEMS]
+    assert all(headers["x-reef-purpose"] == "eval" for _, _, headers, _ in service.requests)
+    assert sorted(body["seed"] for _, _, _, body in service.requests) == list(range(100, 120))
+    assert service.reports == {}
+
+
+def test_failed_requests_are_counted_and_left_out_of_the_shares(service: Any) -> None:
+    service.answer = lambda prompt, index: f"<final>{prompt}</final>"
+    service.faults.extend([400, "drop"])
+    result = run(service, ITEMS)
+    assert (result.graded, result.errors, result.accuracy) == (18, 2, 1.0)
+    assert sum(answer.error is not None for answer in result.answers) == 2
+
+
+def test_an_evaluation_of_nothing_is_an_error(service: Any) -> None:
+    with pytest.raises(HarnessError, match="there were no items"):
+        run(service, [])
+    service.faults.extend([400] * 20)
+    with pytest.raises(HarnessError, match=r"none of 20 items .* told to answer 400"):
+        run(service, ITEMS)
+
+
+def test_the_learning_curve_is_drawn(tmp_path: Path) -> None:
+    learning_curve(tmp_path / "c.png", [(0, 0.4), (1, 0.5)], [(0, 0.4, 0.3, 0.5), (2, 0.6, 0.5, 0.7)], "A title")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")

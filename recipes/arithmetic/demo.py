@@ -1,0 +1,220 @@
+"""Watch a model learn from its own traffic: ``python -m recipes.arithmetic.demo`` (what ``make demo`` runs).
+
+    start the service -> held-out accuracy -> rollouts, grades, releases -> held-out accuracy -> summary, plot, table
+
+Everything after the start goes over HTTP, through reef_harness, as any client's traffic would.
+"""
+
+import argparse
+import asyncio
+import json
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from reef_harness import Client, Evaluation, FinalGrader, GroupsDriver, Item, Release, evaluate, finish_on_sigint
+from reef_harness.errors import HarnessError
+from reef_harness.plot import learning_curve
+from reef_harness.progress import AnswerBar, ReleaseBar
+
+from recipes.arithmetic.service import ROOT, ServiceFailed, answers, running_service, service_url
+from recipes.arithmetic.task import Problem, held_out_set, train_stream
+
+SCENARIO = "arithmetic"
+STEPS = 4  # of each problem
+NUM_HELD_OUT = 1000  # problems, before and after
+NUM_CURVE = 200  # of them, for the points in between
+NUM_CURVE_POINTS = 5
+MAX_TOKENS = 64
+TABLE_ROWS = 8
+
+
+@dataclass(slots=True)
+class Curve:
+    """What the plot shows, by the release's step: rewards (step, mean), held-out (step, share, low, high)."""
+
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[tuple[int, float, float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything the demo measured."""
+
+    before: Evaluation
+    after: Evaluation
+    curve: Curve
+    chain: list[Release]  # newest first
+    rollouts: int
+    seconds: float
+
+
+def items(problems: Iterator[Problem]) -> Iterator[Item]:
+    """Problems as the harness wants them; an item is named by its text."""
+    return (Item.from_text(problem.text, problem.text, str(problem.answer)) for problem in problems)
+
+
+async def learn(url: str, seed: int, releases: int, out: Path) -> Outcome:
+    """Measure, train for ``releases`` releases over HTTP, measure again. Raises KeyboardInterrupt after a Ctrl-C."""
+    started = time.monotonic()
+    held_out = list(items(iter(held_out_set(STEPS, NUM_HELD_OUT))))
+    curve: list[Evaluation] = []
+    async with Client(url, scenario=SCENARIO) as client:
+
+        async def measure(name: str, count: int) -> Evaluation:
+            with AnswerBar(count, name) as bar:
+                result = await evaluate(client, held_out[:count], FinalGrader(), max_tokens=MAX_TOKENS, seed=seed,
+                                        progress=bar)
+            await client.store_evaluation(result.release, {"set": f"held-out, {STEPS} steps", **result.summary()})
+            return result
+
+        await client.create_scenario(SCENARIO)
+        before = await measure("held-out, before", NUM_HELD_OUT)
+        with ReleaseBar(releases) as bar, GroupsDriver(
+            client, items(train_stream(STEPS, seed)), FinalGrader(), max_tokens=MAX_TOKENS,
+            records=out / "rollouts.jsonl", progress=bar,
+        ) as driver:
+            for point in range(1, NUM_CURVE_POINTS + 1):
+                async with finish_on_sigint(driver.stop):
+                    progress = await driver.run(releases=releases * point // NUM_CURVE_POINTS)
+                if driver.stopping:
+                    raise KeyboardInterrupt
+                if point < NUM_CURVE_POINTS:
+                    curve.append(await measure(f"held-out, {progress.releases} releases", NUM_CURVE))
+        after = await measure("held-out, after", NUM_HELD_OUT)
+        chain = await client.releases()
+    step = {release.id: release.step for release in chain}
+    points = sorted((step[e.release], e.accuracy, e.low, e.high) for e in (before, *curve, after))
+    rewards = sorted((step[release], sum(scores) / len(scores)) for release, scores in driver.rewards.items())
+    return Outcome(before, after, Curve(rewards, points), chain, progress.rollouts, time.monotonic() - started)
+
+
+def write_summary(path: Path, outcome: Outcome, seed: int) -> None:
+    """Write the numbers, as JSON."""
+    before, after = outcome.before, outcome.after
+    summary = {
+        "method": "grpo",
+        "seed": seed,
+        "accuracy_before": before.accuracy,
+        "accuracy_after": after.accuracy,
+        "interval_before": [before.low, before.high],
+        "interval_after": [after.low, after.high],
+        "format_valid_after": after.format_valid,
+        "held_out_problems": NUM_HELD_OUT,
+        "seconds": round(outcome.seconds, 1),
+        "releases": len(outcome.chain) - 1,
+        "rollouts": outcome.rollouts,
+    }
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def table(chain: Sequence[Release]) -> str:
+    """The last releases, newest first, as lines of text."""
+    lines = [f"{'release':<26} {'step':>4}  {'operation':<10} {'reward':>6}  {'weights on disk':<15}  served"]
+    for release in chain[:TABLE_ROWS]:
+        reward = release.metrics.get("reward_mean")
+        lines.append(f"{release.id:<26} {release.step:>4}  {release.operation:<10} "
+                     f"{'-' if reward is None else format(reward, '.3f'):>6}  "
+                     f"{'yes' if release.restorable else 'no':<15}  {'<-' if release.current else ''}")
+    return "\n".join(lines)
+
+
+def share(evaluation: Evaluation) -> str:
+    """Accuracy with its interval, as text."""
+    return f"{evaluation.accuracy:.3f}  (95% interval {evaluation.low:.3f} to {evaluation.high:.3f}, " \
+           f"{evaluation.graded} problems)"
+
+
+def go_on(run_dir: Path, release: str) -> str:
+    """Three commands to go on with."""
+    reef = shlex.quote(str(Path(sys.executable).parent / "reef"))
+    body = json.dumps({"messages": [{"role": "user", "content": held_out_set(STEPS, 1)[0].text}], "max_tokens": 64})
+    return "\n".join((
+        f"  {reef} serve -c serve.yaml --reef.run-dir {shlex.quote(str(run_dir))}      # serve on from {release}",
+        f"  curl -i http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' "
+        f"-H 'x-reef-scenario: {SCENARIO}' -d {shlex.quote(body)}",
+        f"  {reef} releases {SCENARIO}",
+    ))
+
+
+def fresh_run_dir(out: Path) -> Path:
+    """An empty run directory; that of an earlier demo goes. Raises ServiceFailed where a service still uses it."""
+    run_dir = out / "run"
+    url = service_url(run_dir / "service.json")
+    if url and answers(url):
+        raise ServiceFailed(f"a service at {url} still uses {run_dir}: stop it, or give the demo --url {url}")
+    shutil.rmtree(run_dir, ignore_errors=True)
+    (out / "rollouts.jsonl").unlink(missing_ok=True)
+    return run_dir
+
+
+def demo(args: argparse.Namespace) -> None:
+    """Run the whole demo and print what came of it."""
+    started = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    run_dir = args.out / "run"
+    service: AbstractContextManager[str]
+    if args.url:
+        service = nullcontext(args.url.rstrip("/"))
+    else:
+        run_dir = fresh_run_dir(args.out)
+        print(f"starting reef serve (logs: {args.out / 'serve.log'})", flush=True)
+        service = running_service(ROOT / "serve.yaml", run_dir, say=lambda line: print(line, flush=True))
+    with service as url:
+        outcome = asyncio.run(learn(url, args.seed, args.releases, args.out))
+        print("stopping the service" if not args.url else "done", flush=True)
+
+    write_summary(args.out / "summary.json", outcome, args.seed)
+    gain = outcome.after.accuracy - outcome.before.accuracy
+    learning_curve(args.out / "learning.png", outcome.curve.rewards, outcome.curve.held_out,
+                   f"Arithmetic, {STEPS} steps, seed {args.seed}: held-out accuracy {gain:+.2f} "
+                   f"in {len(outcome.chain) - 1} releases")
+    print(f"""
+held-out accuracy, {STEPS}-step problems never trained on, one answer each at temperature 1
+  before  {share(outcome.before)}
+  after   {share(outcome.after)}
+  {len(outcome.chain) - 1} releases from {outcome.rollouts} graded rollouts; {time.monotonic() - started:.0f} s in all
+
+the last releases
+{table(outcome.chain)}
+
+written: {args.out / 'summary.json'}, {args.out / 'learning.png'}, {args.out / 'rollouts.jsonl'}
+to go on:
+{go_on(run_dir, outcome.chain[0].id)}""")
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments, run, and turn failures into a message and an exit status."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.arithmetic.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the problems and of the evaluation")
+    parser.add_argument("--releases", type=int, default=60, help="releases to train")
+    parser.add_argument("--url", help="use a service that is running already, instead of starting one")
+    parser.add_argument("--out", type=Path, default=ROOT / "work" / "demo", help="where everything is written")
+    args = parser.parse_args(argv)
+    args.out = args.out.resolve()
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGHUP, _terminate)
+    try:
+        demo(args)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except (ServiceFailed, HarnessError) as error:
+        print(f"\nthe demo failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

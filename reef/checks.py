@@ -1,0 +1,107 @@
+"""What can be known before anything starts: is the configuration usable here, and what does this machine have?"""
+
+import difflib
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from reef.config import Config
+from reef.errors import ConfigError
+
+# Arguments of the engine's server that Reef sets, and the setting that decides each.
+MANAGED = {
+    "model-path": "inference.model-path",
+    "host": "nothing: engines listen on loopback",
+    "port": "nothing: the kernel chooses it",
+    "port-file": "nothing",
+    "parent-pid": "nothing",
+    "weight-version": "nothing: it is the release's id",
+    "context-length": "inference.context-length",
+}
+LIBRARIES = ("torch", "transformers", "megatron-core", "ray", "fastapi", "sqlalchemy", "sglang", "wandb")
+
+
+def dry_run(config: Config) -> list[str]:
+    """Check a configuration as far as that goes without starting anything; what was found, a line each.
+
+    Raises:
+        ConfigError: the model cannot be served or trained, or an engine option is not one.
+    """
+    inference, training = config.inference, config.training
+    path = inference.model_path
+    if not path.is_dir():
+        raise ConfigError(f"inference.model-path: no directory {path}")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"inference.model-path: {path} holds no .safetensors file")
+    size = sum(file.stat().st_size for file in files)
+    lines = [f"model     {path}: {len(files)} safetensors file(s), {size / 1e6:.1f} MB"]
+    if not _has_chat_template(path):
+        lines.append("          it has no chat template: /v1/completions works, /v1/chat/completions cannot")
+    if inference.url is not None:
+        lines.append(f"engine    attached: {inference.url}")
+    else:
+        check_engine_options(inference.options)
+        lines.append(f"engine    {inference.backend}, options {inference.options or 'default'}")
+    if training.backend == "none":
+        lines.append("training  none: records only")
+    else:
+        from reef.training.architecture import check_layout, read_architecture
+        from reef.training.settings import check_options
+
+        check_layout(read_architecture(path), training.layout)
+        check_options(training.options)
+        lines.append(
+            f"training  {config.recipe.implementation} on {training.layout.world_size} Megatron worker(s), "
+            f"{config.recipe.config.batch_size} samples a step, scenario {config.recipe.scenario or '(the first)'}"
+        )
+    lines.append(f"storage   {config.ledger_url}, releases in {config.releases_dir}")
+    lines.append(f"service   http://{config.reef.host}:{config.reef.port}, run directory {config.reef.run_dir}")
+    return lines
+
+
+def check_engine_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that the server does not have, or that Reef sets itself."""
+    from reef.engines.embedded.__main__ import arguments
+
+    known = {option[2:] for action in arguments()._actions for option in action.option_strings if option[:2] == "--"}
+    for name in options:
+        name = name.replace("_", "-")
+        if name in MANAGED:
+            raise ConfigError(f"inference.options.{name} is set by Reef; what decides it: {MANAGED[name]}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown key inference.options.{name}; {hint}")
+
+
+def machine() -> list[str]:
+    """Versions, cores, memory and disk, a line each."""
+    memory = psutil.virtual_memory()
+    lines = [
+        f"python    {platform.python_version()} on {platform.platform()}",
+        f"machine   {os.cpu_count()} cores, {memory.total / 2**30:.1f} GiB memory "
+        f"({memory.available / 2**30:.1f} free), {shutil.disk_usage('.').free / 2**30:.1f} GiB of disk free here",
+    ]
+    for name in LIBRARIES:
+        try:
+            lines.append(f"{name:<14}{importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{name:<14}not installed")
+    import torch
+
+    lines.append(f"GPUs      {torch.cuda.device_count()}")
+    return lines
+
+
+def _has_chat_template(path: Path) -> bool:
+    if (path / "chat_template.jinja").exists():
+        return True
+    config = path / "tokenizer_config.json"
+    return config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")

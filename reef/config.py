@@ -1,0 +1,335 @@
+"""Every knob: serve.yaml, the environment and flags, checked in one place.
+
+Precedence: flag (`--training.options.lr 2e-6`) > environment (`REEF__TRAINING__OPTIONS__LR`) > file > default. Keys
+are kebab-case, snake_case is accepted. `${NAME}` and `${NAME:-default}` in a value are taken from the environment. An
+unknown key is an error that names the nearest known one.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from reef.errors import ConfigError
+
+SCENARIO_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class Section(BaseModel):
+    """A section of serve.yaml: kebab-case aliases, unknown keys refused, frozen once read."""
+
+    model_config = ConfigDict(
+        alias_generator=_kebab, populate_by_name=True, extra="forbid", frozen=True, allow_inf_nan=False
+    )
+
+
+class ReefSection(Section):
+    host: str = Field("127.0.0.1", description="Address to listen on. Anything but loopback needs a token.")
+    port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 lets the kernel choose one.")
+    token: SecretStr | None = Field(None, description="Bearer token that clients must send; none: no key is asked for.")
+    run_dir: Path = Field(Path("work/run"), description="Holds the ledger, releases, checkpoints and logs. One owner.")
+    ready_timeout: float = Field(300, gt=0, description="Seconds that engine and trainer may take to start, in all.")
+    implicit_scenarios: bool = Field(True, description="A request that names an unknown scenario creates it.")
+    max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="Largest request body; over it: 413.")
+    max_in_flight: int = Field(512, gt=0, description="Inference requests in work at once; over it: 429.")
+    max_pending_writes: int = Field(4096, gt=0, description="Ledger writes waiting for a commit; over it: 503.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+
+    @model_validator(mode="after")
+    def _loopback_or_token(self) -> "ReefSection":
+        if self.token is not None and not self.token.get_secret_value():
+            raise ValueError("reef.token is empty: give a token, or leave the key out")
+        if self.host not in ("127.0.0.1", "localhost", "::1") and self.token is None:
+            raise ValueError(f"reef.host {self.host} is not loopback: set reef.token, or listen on 127.0.0.1")
+        return self
+
+
+class InferenceSection(Section):
+    backend: Literal["embedded"] = Field("embedded", description="The server Reef starts when no url is given.")
+    url: str | None = Field(None, description="Attach to a running engine, e.g. http://127.0.0.1:30000.")
+    model_path: Path = Field(
+        Path("recipes/arithmetic/starter"), description="Hugging Face model directory of the base."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="The engine's own server arguments.")
+    context_length: int | None = Field(None, gt=0, description="Longest prompt plus answer; none: the model's own.")
+    sampling: Literal["honour", "neutral"] = Field(
+        "honour", description="Obey a client's top-p and the like, or override them so that every answer can train."
+    )
+    pause_mode: Literal["retract", "in_place", "abort"] = Field("retract", description="What a load does to requests.")
+    pause_wait_s: float = Field(30, ge=0, description="Seconds a request waits for a paused engine; then 503.")
+    request_timeout_s: float = Field(600, gt=0, description="Seconds an engine may take for one request.")
+    load_timeout_s: float = Field(120, gt=0, description="Seconds an engine may take to load and verify a release.")
+    verify_tolerance: float = Field(
+        1e-3, gt=0, description="Largest gap between engine and trainer in the probe's log-probabilities after a load."
+    )
+    max_restarts: int = Field(5, ge=0, description="Restarts of a dead engine in a row before Reef gives up on it.")
+
+
+class GrpoConfig(Section):
+    """recipe.config for `implementation: grpo` (METHODS: GRPO, DAPO clip-higher)."""
+
+    group_size: int = Field(8, ge=1, description="Rollouts of one prompt that are compared.")
+    batch_size: int = Field(64, ge=1, description="Samples per optimizer step; a multiple of group-size.")
+    max_staleness: int = Field(4, ge=0, description="Policy updates a sample may lie behind the head.")
+    group_deadline_s: float = Field(300, gt=0, description="Seconds after its first report when a group closes.")
+    clip_low: float = Field(0.2, ge=0, lt=1, description="Lower PPO clip: ratios below 1 - clip-low are clipped.")
+    clip_high: float = Field(0.28, ge=0, description="Upper PPO clip: ratios above 1 + clip-high are clipped.")
+    std: Literal["population", "unbiased"] = Field("population", description="The deviation that scales advantages.")
+    std_eps: float = Field(1e-6, gt=0, description="Added to the variance (population) or to the deviation (unbiased).")
+    tie_tolerance: float = Field(1e-6, ge=0, description="Rewards of a group closer than this count as tied.")
+    filter_tied: bool = Field(True, description="Leave groups with tied rewards out of batches.")
+    aggregation: Literal["rollout-mean", "token-mean"] = Field(
+        "rollout-mean", description="Mean over tokens then rollouts then prompts, or over all tokens of the batch."
+    )
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> "GrpoConfig":
+        if self.batch_size % self.group_size:
+            raise ValueError(
+                f"recipe.config.batch-size must be a multiple of group-size ({self.group_size}), got {self.batch_size}"
+            )
+        return self
+
+
+class RecipeSection(Section):
+    scenario: str | None = Field(None, description="The scenario that trains; none: the first one created.")
+    implementation: Literal["grpo"] = Field("grpo", description="The method that turns reports into updates.")
+    config: GrpoConfig = Field(default_factory=lambda: GrpoConfig(), description="The method's settings.")
+
+    @model_validator(mode="after")
+    def _scenario_name(self) -> "RecipeSection":
+        if self.scenario is not None and not SCENARIO_NAME.fullmatch(self.scenario):
+            raise ValueError(f"recipe.scenario: expected 1-64 letters, digits, '.', '_' or '-', got {self.scenario!r}")
+        return self
+
+
+class Layout(Section):
+    """Ranks per dimension; their product is the number of workers."""
+
+    tensor: int = Field(1, ge=1, description="Tensor-parallel ranks.")
+    pipeline: int = Field(1, ge=1, description="Pipeline-parallel ranks.")
+    data: int = Field(1, ge=1, description="Data-parallel ranks.")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+class OptimizerOptions(Section):
+    """Megatron's optimizer and schedule settings, by Megatron's names."""
+
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay.")
+    lr_decay_steps: int = Field(1000, gt=0, description="Steps over which it decays (constant ignores it).")
+    lr_warmup_steps: int = Field(0, ge=0, description="Steps over which it rises from 0.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    clip_grad: float = Field(1.0, ge=0, description="Largest gradient norm; 0: no clipping.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+
+
+class TrainingSection(Section):
+    backend: Literal["megatron", "none"] = Field("megatron", description="The trainer; none: record only.")
+    layout: Layout = Field(default_factory=lambda: Layout(), description="How the model is spread over workers.")
+    options: OptimizerOptions = Field(default_factory=lambda: OptimizerOptions(), description="Optimizer and schedule.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
+    seed: int = Field(0, ge=0, description="Seed of the trainer's random numbers.")
+    threads: int = Field(1, ge=1, description="CPU threads per worker.")
+    micro_batch_tokens: int = Field(4096, gt=0, description="Padded tokens per microbatch.")
+    checkpoint_every: int = Field(10, ge=1, description="Releases between trainer checkpoints.")
+    step_timeout_s: float = Field(600, gt=0, description="Seconds a step may take before the workers count as lost.")
+    ready_timeout: float = Field(180, gt=0, description="Seconds that Ray and the workers may take to start.")
+
+
+class StorageSection(Section):
+    url: str | None = Field(None, description="SQLAlchemy URL of the ledger; none: SQLite in the run directory.")
+    releases_dir: Path | None = Field(None, description="Where weights are published; none: RUN-DIR/releases.")
+    keep: int = Field(8, ge=1, description="Releases whose weights stay on disk (the head and checkpoints' always do).")
+    keep_checkpoints: int = Field(2, ge=1, description="Trainer checkpoints that stay on disk.")
+
+
+class WandbSection(Section):
+    enabled: bool = Field(False, description="Write each release's metrics to Weights & Biases.")
+    directory: Path | None = Field(None, description="Where its files go; none: RUN-DIR/wandb.")
+    project: str = Field("reef", description="Project name.")
+
+
+class ObservabilitySection(Section):
+    wandb: WandbSection = Field(default_factory=lambda: WandbSection(), description="Weights & Biases.")
+
+
+class Config(Section):
+    """A whole serve.yaml."""
+
+    reef: ReefSection = Field(default_factory=lambda: ReefSection(), description="The service.")
+    inference: InferenceSection = Field(default_factory=lambda: InferenceSection(), description="The engine.")
+    recipe: RecipeSection = Field(default_factory=lambda: RecipeSection(), description="What trains, and how.")
+    training: TrainingSection = Field(default_factory=lambda: TrainingSection(), description="The trainer.")
+    storage: StorageSection = Field(default_factory=lambda: StorageSection(), description="The ledger and the weights.")
+    observability: ObservabilitySection = Field(
+        default_factory=lambda: ObservabilitySection(), description="Metrics that leave the service."
+    )
+
+    @property
+    def ledger_url(self) -> str:
+        return self.storage.url or f"sqlite:///{self.reef.run_dir / 'ledger.db'}"
+
+    @property
+    def releases_dir(self) -> Path:
+        return self.storage.releases_dir or self.reef.run_dir / "releases"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.reef.run_dir / "checkpoints"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.reef.run_dir / "logs"
+
+    def dump(self) -> dict[str, Any]:
+        """The resolved configuration as JSON values in kebab-case; secrets are hidden."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def load(path: Path | None, flags: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+    """Read serve.yaml (None: all defaults), then the environment, then flags like `--reef.port 0`.
+
+    Raises:
+        ConfigError: the file is not there or not YAML, a key is unknown, or a value does not fit.
+    """
+    environ = os.environ if environ is None else environ
+    values = _normalise(_expand(_read(path), environ, where=str(path)))
+    for dotted, value in [*_from_environ(environ), *_from_flags(flags)]:
+        _set(values, dotted, value)
+    _refuse_unknown(Config, values, ())
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(detail) for detail in error.errors()]
+        raise ConfigError("; ".join(lines)) from None
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file at {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
+    return values
+
+
+def _expand(value: Any, environ: Mapping[str, str], where: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _expand(item, environ, where) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expand(item, environ, where) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name, default = match.group(1), match.group(2)
+        if name in environ:
+            return environ[name]
+        if default is None:
+            raise ConfigError(f"{where}: the environment variable {name} is not set, and ${{{name}}} has no default")
+        return default
+
+    expanded = _VARIABLE.sub(replace, value)
+    return None if expanded == "" and value != "" else expanded
+
+
+def _normalise(value: Any) -> Any:
+    """Keys to kebab-case, below `inference.options` too (engines take either)."""
+    if isinstance(value, dict):
+        return {_kebab(str(key)): _normalise(item) for key, item in value.items()}
+    return value
+
+
+def _from_environ(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
+    return [
+        (name.removeprefix("REEF__").replace("__", ".").lower(), _scalar(value))
+        for name, value in sorted(environ.items())
+        if name.startswith("REEF__")
+    ]
+
+
+def _from_flags(flags: Sequence[str]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or "." not in flag:
+            raise ConfigError(f"unknown argument {flag!r}: a setting is given as --section.key VALUE")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"{flag} needs a value")
+            value = rest.pop(0)
+        found.append((name, _scalar(value)))
+    return found
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = [_kebab(part) for part in dotted.split(".")]
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{dotted}: {parent} is not a section")
+    values[last] = value
+
+
+def _refuse_unknown(model: type[BaseModel], values: Any, path: tuple[str, ...]) -> None:
+    if not isinstance(values, dict):
+        return
+    known = {_kebab(name): field for name, field in model.model_fields.items()}
+    for key, value in values.items():
+        dotted = ".".join((*path, key))
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {'.'.join((*path, near[0]))}?" if near else f"; known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown key {dotted}{hint}", param=dotted)
+        inner = known[key].annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            _refuse_unknown(inner, value, (*path, key))
+
+
+def _explain(detail: Any) -> str:
+    where = ".".join(str(part) for part in detail["loc"])
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return message
+    value = detail.get("input")
+    shown = "a secret" if "token" in where else repr(value)
+    return f"{where}: {message[:1].lower()}{message[1:]}, got {shown}"
+
+
+def is_finite_number(value: Any) -> bool:
+    """True for an int or float that is finite; False for bool, text, NaN and infinities."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,302 @@
+"""The one loop: reserve a batch, step, commit the release, load it; and what to do where one of these fails.
+
+    pending reports -> reserve -> step -> publish -> commit -> load -> (next batch)
+
+Serving goes on meanwhile. Each arrow's work is in its own room; this file decides their order, and after a crash or a
+failure brings ledger, trainer and engine to the same release again.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from reef.config import Config
+from reef.engines.pool import Engines
+from reef.errors import LoadFailedError, OwnershipLostError, ReefError, StepFailedError, WorkersLostError
+from reef.ledger import batches, releases, reports, scenarios
+from reef.ledger.ledger import Ledger
+from reef.methods.base import build
+from reef.observe import Metrics, WandbLog, log
+from reef.storage import Storage
+from reef.training import packing
+from reef.training.cluster import Trainer
+from reef.training.settings import settings
+from reef.types import Batch, Operation, Release
+
+T = TypeVar("T")
+COMMIT_RETRY_S = 1.0  # between tries of a commit that the database refused; the stepped state is kept meanwhile
+
+
+class Dispatcher:
+    """Turns the training scenario's reports into releases, one batch at a time."""
+
+    def __init__(
+        self, config: Config, ledger: Ledger, engines: Engines, trainer: Trainer, storage: Storage, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._engines = engines
+        self._trainer = trainer
+        self._storage = storage
+        self._metrics = metrics
+        self._settings = settings(config)
+        self._method = build(self._settings["method"])
+        self._split = partial(
+            packing.split,
+            budget_tokens=config.training.micro_batch_tokens,
+            data_ranks=config.training.layout.data,
+        )
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._update_asked = False
+        self._wandb: WandbLog | None = None
+        self.scenario: str | None = None
+        self.phase = "starting"  # starting | recovering | waiting | reserving | stepping | committing | loading | ...
+        self.batch: Batch | None = None  # in work
+        self.error: str | None = None
+        self.paused: str | None = None  # why training stands still though reports come
+
+    def notify(self) -> None:
+        """A report came in, or a scenario was created."""
+        self._wake.set()
+
+    def update_now(self) -> None:
+        """Train once more in manual mode, as soon as a batch is complete."""
+        self._update_asked = True
+        self._wake.set()
+
+    def resume(self) -> None:
+        """Go on after `paused`."""
+        self.paused = None
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End `run` after the step in work."""
+        self._stopping = True
+        self._wake.set()
+
+    async def start(self) -> None:
+        """Start the trainer, then `recover`. Raises ReefError where either fails; `close` ends what was started."""
+        await asyncio.to_thread(self._trainer.start)
+        self._storage.set_base_probe(await asyncio.to_thread(self._trainer.probe))
+        await self.recover()
+
+    async def recover(self) -> None:
+        """Bring the trainer to the head: the newest checkpoint, then the releases after it again from the ledger.
+
+        A batch that was reserved when the last owner died counts one failed attempt and is taken again in `run`.
+        """
+        self.phase = "recovering"
+        self.scenario = await self._ledger.read(scenarios.training)
+        if self.scenario is None:
+            return
+        await self._replay()
+        left = await self._ledger.read(batches.reserved, self.scenario)
+        if left is not None:
+            await self._again(left, "the service ended during the step")
+
+    async def run(self) -> None:
+        """The loop. Ends after `stop`; an error that it cannot mend ends it too and is shown in status."""
+        try:
+            while not self._stopping:
+                batch = None if self.paused else await self._next_batch()
+                if batch is None:
+                    await self._wait()
+                    continue
+                release = await self._step(batch)
+                if release is not None:
+                    await self._load(release)
+                    await self._keep(release)
+        except OwnershipLostError as error:
+            self.error = error.message
+            log.error("stopped training: %s", error.message)
+        finally:
+            self.phase = "stopped"
+            if self._wandb is not None:
+                self._wandb.close()
+
+    async def close(self) -> None:
+        """After `run` ended: a checkpoint of the head, so that the next start replays nothing; then no more trainer."""
+        try:
+            if self.scenario is not None and self.error is None and self.phase == "stopped":
+                head = await self._ledger.read(releases.head, self.scenario)
+                if head is not None and head.checkpoint is None and head.operation is not Operation.BASE:
+                    await self._checkpoint(head)
+        finally:
+            await asyncio.to_thread(self._trainer.stop)
+
+    def worker_pids(self) -> list[int]:
+        return self._trainer.worker_pids()
+
+    async def _next_batch(self) -> Batch | None:
+        """The batch reserved before, else a new one where enough reports are pending."""
+        self.scenario = self.scenario or await self._ledger.read(scenarios.training)
+        if self.scenario is None:
+            return None
+        left = await self._ledger.read(batches.reserved, self.scenario)
+        if left is not None:
+            return await self._ledger.read(batches.load, left)
+        scenario = await self._ledger.read(scenarios.get, self.scenario)
+        if scenario.mode == "manual" and not self._update_asked:
+            return None
+        return await self._reserve(self.scenario)
+
+    async def _reserve(self, scenario: str) -> Batch | None:
+        self.phase = "reserving"
+        started = time.perf_counter()
+        pending = await self._ledger.read(reports.candidates, scenario)
+        head = await self._ledger.read(releases.head, scenario)
+        if not pending or head is None:
+            return None
+        window = self._config.recipe.config.max_staleness
+        behind = await self._ledger.read(
+            releases.staleness, scenario, {candidate.oldest_release for candidate in pending}, window
+        )
+        now = time.time()
+        staleness = {candidate.report_id: behind[candidate.oldest_release] for candidate in pending}
+        selection = self._method.select(pending, staleness, now)
+        if not selection.picks:
+            if selection.drops:
+                await self._ledger.write(reports.drop, selection.drops, now)
+            self._wake_at(selection.next_deadline_at)
+            return None
+        batch = await self._ledger.write(
+            batches.reserve,
+            scenario,
+            f"bat_{uuid.uuid4().hex}",
+            selection,
+            head.id,
+            self._settings,
+            self._split,
+            now,
+        )
+        self._update_asked = False
+        self._metrics.step_seconds.labels("reserve").observe(time.perf_counter() - started)
+        return batch
+
+    async def _step(self, batch: Batch) -> Release | None:
+        """Step, publish, commit. None: the attempt failed, and the ledger says what becomes of the batch."""
+        self.phase, self.batch = "stepping", batch
+        started = time.perf_counter()
+        try:
+            head = await self._ledger.read(releases.head, batch.scenario)
+            assert head is not None
+            release_id = self._storage.release_id(head.number + 1)
+            result = await asyncio.to_thread(self._trainer.step, batch)
+            published = await asyncio.to_thread(self._trainer.publish, release_id, self._storage.releases_dir)
+        except StepFailedError as error:
+            await self._again(batch.id, error.message)
+            return None
+        except WorkersLostError as error:
+            await self._again(batch.id, error.message)
+            await asyncio.to_thread(self._trainer.restart)
+            await self._replay()
+            return None
+        finally:
+            self.batch = None
+        stepped = time.perf_counter()
+        release = Release(
+            id=release_id,
+            scenario=batch.scenario,
+            number=head.number + 1,
+            parent=head.id,
+            content_id=published.content_id,
+            operation=Operation.TRAIN,
+            policy_version=head.policy_version + 1,
+            step=result.step,
+            batch_id=batch.id,
+            path=published.path,
+            checkpoint=None,
+            restorable=True,
+            created_at=time.time(),
+            metrics={**result.metrics, **{f"seconds/{name}": value for name, value in result.seconds.items()}},
+        )
+        self.phase = "committing"
+        await self._until_stored(batches.commit, batch.id, release, release.created_at)
+        self._metrics.releases.inc()
+        self._metrics.step_seconds.labels("step").observe(stepped - started)
+        self._metrics.step_seconds.labels("commit").observe(time.perf_counter() - stepped)
+        self._show(release)
+        return release
+
+    async def _load(self, release: Release) -> None:
+        self.phase = "loading"
+        try:
+            await self._engines.load(self._storage.published(release))
+            await self._until_stored(releases.set_verified, release.id, time.time())
+        except LoadFailedError as error:
+            self.paused = self.error = error.message
+            log.error("training pauses: %s", error.message)
+
+    async def _keep(self, release: Release) -> None:
+        """Checkpoint every N releases, then remove weights and checkpoints beyond what storage keeps."""
+        self.phase = "storing"
+        if release.number % self._config.training.checkpoint_every == 0:
+            await self._checkpoint(release)
+        await self._storage.prune(release.scenario)
+
+    async def _checkpoint(self, release: Release) -> None:
+        path = self._storage.checkpoint_path(release.id)
+        await asyncio.to_thread(self._trainer.save, path)
+        await self._until_stored(releases.set_checkpoint, release.id, str(path))
+
+    async def _replay(self) -> None:
+        """From fresh workers at the base to the head's state; each replayed release must come out the same."""
+        assert self.scenario is not None
+        start = await self._storage.newest_checkpoint(self.scenario)
+        if start is not None:
+            await asyncio.to_thread(self._trainer.restore, self._storage.checkpoint_path(start.id))
+        for release in await self._ledger.read(releases.since, self.scenario, start.number if start else 0):
+            assert release.batch_id is not None
+            log.info("replaying %s", release.id)
+            batch = await self._ledger.read(batches.load, release.batch_id)
+            await asyncio.to_thread(self._trainer.step, batch)
+            published = await asyncio.to_thread(self._trainer.publish, release.id, self._storage.replays_dir)
+            self._storage.remove(self._storage.replays_dir)
+            if published.content_id != release.content_id:
+                raise ReefError(
+                    f"replay of {release.id} gave {published.content_id}, the release is {release.content_id}",
+                    code="replay_diverged",
+                )
+
+    async def _again(self, batch_id: str, error: str) -> None:
+        if await self._until_stored(batches.again, batch_id, error, time.time()):
+            log.warning("batch %s failed and is taken once more: %s", batch_id, error)
+            return
+        self._metrics.failed_batches.inc()
+        self.error = f"batch {batch_id} failed twice, its samples are dropped: {error}"
+        log.error(self.error)
+
+    async def _until_stored(self, op: Callable[..., T], *args: Any) -> T:
+        """A write that must not be lost: tried again until the database takes it."""
+        while True:
+            try:
+                return await self._ledger.write(op, *args)
+            except OwnershipLostError:
+                raise
+            except ReefError as error:
+                if error.status != 503 or self._stopping:
+                    raise
+                self.error = error.message
+                log.warning("the ledger refused a write, trying again: %s", error.message)
+                await asyncio.sleep(COMMIT_RETRY_S)
+
+    async def _wait(self) -> None:
+        self.phase = "waiting"
+        await self._wake.wait()
+        self._wake.clear()
+
+    def _wake_at(self, when: float | None) -> None:
+        if when is not None:
+            asyncio.get_running_loop().call_later(max(0.0, when - time.time()), self._wake.set)
+
+    def _show(self, release: Release) -> None:
+        self.error = None
+        for name, value in release.metrics.items():
+            self._metrics.step_metrics.labels(name).set(value)
+        if self._wandb is None:
+            self._wandb = WandbLog(self._config, release.scenario)
+        self._wandb.write(release.step, release.metrics)

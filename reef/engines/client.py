@@ -1,0 +1,279 @@
+"""The one client of engines: SGLang's native HTTP API, token ids in, token ids and log-probabilities out.
+
+    generate / stream    POST /generate
+    pause, resume, load  POST /pause_generation, /continue_generation, /update_weights_from_disk
+    score                POST /generate with no new tokens: log-probabilities of given ids
+
+What an engine answers is checked here before it can become a record: as many log-probabilities as ids, spans without
+gaps, a finish reason. Anything else is an EngineError (502), never mended.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from reef.errors import BadRequestError, EngineError
+from reef.types import FinishReason, Floats, Generation, Ids, Request, Sampling, Span
+
+MAX_ERROR_CHARS = 500  # of an engine's error body that is passed on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """What one choice gained since the last chunk; `generation` is the whole of it, on its last chunk only."""
+
+    choice: int
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    top_logprobs: Sequence[tuple[tuple[float, int], ...]]
+    spans: tuple[Span, ...]  # of all tokens of the choice so far
+    generation: Generation | None
+
+
+class EngineClient:
+    """Speaks to one engine server. Make and use it inside a running event loop; close it there too."""
+
+    def __init__(self, url: str, request_timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=10)
+        # No limit here: how many requests are in work is bounded by reef.max-in-flight.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def generate(self, request: Request) -> tuple[Generation, ...]:
+        """All n choices of a request, once they are complete.
+
+        Raises:
+            BadRequestError: the engine refused the request (too long, an unsupported sampling field).
+            EngineError: it failed, or its answer cannot be a record.
+        """
+        answer = await self._post("/generate", _payload(request, stream=False))
+        answers = answer if isinstance(answer, list) else [answer]
+        if len(answers) != request.n:
+            raise EngineError(f"the engine answered {len(answers)} choices, {request.n} were asked for")
+        return tuple(_generation(item) for item in answers)
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
+        """Chunks of all choices as they come; closing the iterator early aborts the request on the engine."""
+        seen = [0] * request.n
+        try:
+            async with self._session.post(
+                f"{self.url}/generate", data=orjson.dumps(_payload(request, stream=True)), timeout=self._timeout
+            ) as response:
+                await _raise_for_status(response)
+                async for line in response.content:
+                    if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                        continue
+                    answer = orjson.loads(line[6:])
+                    if "error" in answer:
+                        raise EngineError(f"the engine failed: {str(answer['error'])[:MAX_ERROR_CHARS]}")
+                    choice = int(answer.get("index", 0))
+                    chunk = _chunk(answer, choice, seen[choice])
+                    seen[choice] += len(chunk.ids)
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
+
+    async def score(self, ids: Sequence[int]) -> Floats:
+        """Log-probabilities [T-1] of ids[1:] at temperature 1, from the weights that are loaded now."""
+        payload = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self._post("/generate", payload)
+        entries = answer["meta_info"].get("input_token_logprobs") or []
+        values = [entry[0] for entry in entries[1:]]
+        if len(values) != len(ids) - 1 or any(value is None for value in values):
+            raise EngineError(f"the engine scored {len(values)} of {len(ids) - 1} probe tokens")
+        return np.asarray(values, dtype=np.float32)
+
+    async def pause(self, mode: str) -> None:
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def load(self, path: str, version: str, flush_cache: bool, timeout_s: float) -> None:
+        """Load the weights in a directory and call them `version`. Raises EngineError where the engine refuses."""
+        payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
+        answer = await self._post("/update_weights_from_disk", payload, timeout_s)
+        if not answer.get("success"):
+            raise EngineError(f"the engine did not load {path}: {answer.get('message')}")
+
+    async def model_info(self) -> Mapping[str, Any]:
+        return await self._get("/model_info")
+
+    async def server_info(self) -> Mapping[str, Any]:
+        return await self._get("/server_info")
+
+    async def healthy(self) -> bool:
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _get(self, route: str) -> Mapping[str, Any]:
+        try:
+            async with self._session.get(f"{self.url}{route}", timeout=aiohttp.ClientTimeout(total=10)) as response:
+                await _raise_for_status(response)
+                answer: Mapping[str, Any] = orjson.loads(await response.read())
+                return answer
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
+
+    async def _post(self, route: str, payload: Mapping[str, Any], timeout_s: float | None = None) -> Any:
+        timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.post(
+                f"{self.url}{route}", data=orjson.dumps(payload), headers=_JSON, timeout=timeout
+            ) as response:
+                await _raise_for_status(response)
+                body = await response.read()
+                # Control routes may answer with plain text or nothing; a generation is always JSON.
+                return orjson.loads(body) if body.lstrip()[:1] in (b"{", b"[") else {}
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.url} did not answer {route} in time") from error
+        except (aiohttp.ClientError, orjson.JSONDecodeError) as error:
+            raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
+
+
+_JSON = {"content-type": "application/json"}
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    if response.status == 200:
+        return
+    text = (await response.text())[:MAX_ERROR_CHARS]
+    if response.status == 400:
+        raise BadRequestError(f"the engine refused the request: {_message_of(text)}", code="engine_refused")
+    raise EngineError(f"the engine answered {response.status}: {_message_of(text)}")
+
+
+def _message_of(text: str) -> str:
+    """SGLang and ours answer {"error": {"message"}} or {"message"}; a proxy in between may answer anything."""
+    try:
+        body = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    inner = body.get("error", body) if isinstance(body, dict) else body
+    return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
+
+
+def _payload(request: Request, stream: bool) -> dict[str, Any]:
+    payload: dict[str, Any] = {
+        "rid": request.id,
+        "input_ids": request.prompt_ids.tolist(),
+        "sampling_params": _sampling_params(request.sampling, request.n),
+        "return_logprob": True,
+        "stream": stream,
+    }
+    if request.top_logprobs:
+        payload["top_logprobs_num"] = request.top_logprobs
+    return payload
+
+
+def _sampling_params(sampling: Sampling, n: int) -> dict[str, Any]:
+    """SGLang's names; neutral values are left out, so that an engine's defaults for them hold."""
+    params: dict[str, Any] = {"max_new_tokens": sampling.max_tokens, "temperature": sampling.temperature}
+    optional: dict[str, tuple[Any, bool]] = {
+        "n": (n, n != 1),
+        "top_p": (sampling.top_p, sampling.top_p != 1.0),
+        "top_k": (sampling.top_k, sampling.top_k > 0),
+        "min_p": (sampling.min_p, sampling.min_p > 0),
+        "presence_penalty": (sampling.presence_penalty, sampling.presence_penalty != 0),
+        "frequency_penalty": (sampling.frequency_penalty, sampling.frequency_penalty != 0),
+        "repetition_penalty": (sampling.repetition_penalty, sampling.repetition_penalty != 1.0),
+        "min_new_tokens": (sampling.min_tokens, sampling.min_tokens > 0),
+        "stop": (list(sampling.stop), bool(sampling.stop)),
+        "stop_token_ids": (list(sampling.stop_token_ids), bool(sampling.stop_token_ids)),
+        "ignore_eos": (True, sampling.ignore_eos),
+        "sampling_seed": (sampling.seed, sampling.seed is not None),
+    }
+    params.update({name: value for name, (value, is_set) in optional.items() if is_set})
+    return params
+
+
+def _chunk(answer: Mapping[str, Any], choice: int, seen: int) -> Chunk:
+    """One server-sent event. Ids and log-probabilities in it count from the start of the choice."""
+    ids = answer.get("output_ids")
+    meta = answer.get("meta_info") or {}
+    if ids is None:
+        raise EngineError("the engine returned no token ids")
+    finished = meta.get("finish_reason") is not None
+    return Chunk(
+        choice=choice,
+        ids=ids[seen:],
+        logprobs=[_logprob(entry) for entry in (meta.get("output_token_logprobs") or [])[seen:]],
+        top_logprobs=[_top(entry) for entry in (meta.get("output_top_logprobs") or [])[seen:]],
+        spans=_spans(meta, len(ids)),
+        generation=_generation(answer) if finished else None,
+    )
+
+
+def _generation(answer: Mapping[str, Any]) -> Generation:
+    meta = answer.get("meta_info") or {}
+    ids = answer.get("output_ids")
+    if ids is None:
+        raise EngineError("the engine returned no token ids")
+    entries = meta.get("output_token_logprobs") or []
+    if len(entries) != len(ids):
+        raise EngineError(f"the engine returned {len(ids)} ids and {len(entries)} log-probabilities")
+    if any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
+        raise EngineError("the engine's log-probabilities belong to other ids than those it returned")
+    finish: Mapping[str, Any] = meta.get("finish_reason") or {}
+    try:
+        reason = FinishReason(str(finish.get("type")))
+    except ValueError:
+        raise EngineError(f"the engine returned no known finish reason: {finish!r}") from None
+    return Generation(
+        output_ids=_ids(ids),
+        logprobs=np.asarray([_logprob(entry) for entry in entries], dtype=np.float32),
+        finish_reason=reason,
+        spans=_spans(meta, len(ids)),
+        matched=finish.get("matched"),
+        top_logprobs=tuple(_top(entry) for entry in meta.get("output_top_logprobs") or ()),
+    )
+
+
+def _ids(ids: Sequence[int]) -> Ids:
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _logprob(entry: Sequence[Any]) -> float:
+    """An engine that writes JSON has no -inf: it is null there."""
+    return float("-inf") if entry[0] is None else float(entry[0])
+
+
+def _top(entry: Sequence[Sequence[Any]] | None) -> tuple[tuple[float, int], ...]:
+    return tuple((_logprob(item), int(item[1])) for item in entry or ())
+
+
+def _spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Span, ...]:
+    listed = meta.get("weight_versions")
+    if not listed:
+        version = meta.get("weight_version")
+        if version is None:
+            raise EngineError("the engine does not say which weights it used")
+        return (Span(0, num_tokens, str(version)),) if num_tokens else ()
+    spans = tuple(Span(int(item["start"]), int(item["end"]), str(item["version"])) for item in listed)
+    spans = tuple(span for span in spans if span.end > span.start)
+    edges = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != edges[:-1] or edges[-1] != num_tokens:
+        raise EngineError(f"the engine's weight spans {listed} do not cover its {num_tokens} tokens")
+    return spans
+
+
+async def wait_healthy(client: EngineClient, poll_s: float = 0.1) -> None:
+    """Return once the engine answers /health with 200. Bound it with asyncio.timeout."""
+    while not await client.healthy():
+        await asyncio.sleep(poll_s)

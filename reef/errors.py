@@ -1,0 +1,127 @@
+"""One class per boundary crossed.
+
+Each error carries what HTTP needs (status, type, code, param) so that `service/app.py` turns any of them into the one
+error shape in one place. Messages say what was expected and what came.
+"""
+
+
+class ReefError(Exception):
+    """Base of every error that Reef raises on purpose."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or type(self).code
+        self.retry_after_s = retry_after_s
+
+
+class BadRequestError(ReefError):
+    """A field of the request is wrong; `param` names it."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "bad_field"
+
+
+class UnauthorizedError(ReefError):
+    """No key, or a wrong one."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFoundError(ReefError):
+    """The scenario, receipt, report, release or route is not there."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class ConflictError(ReefError):
+    """The request contradicts what is stored already."""
+
+    status = 409
+    type = "conflict_error"
+    code = "conflict"
+
+
+class TooLargeError(ReefError):
+    """The body is over `reef.max-body-bytes`."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class BusyError(ReefError):
+    """A bounded queue is full; try again after `retry_after_s`."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class EngineError(ReefError):
+    """An engine failed, or answered with something that cannot be a record."""
+
+    status = 502
+    type = "engine_error"
+    code = "engine_failed"
+
+
+class UnavailableError(ReefError):
+    """Not now (starting, paused for a load, ledger locked or full); try again after `retry_after_s`."""
+
+    status = 503
+    type = "unavailable_error"
+    code = "unavailable"
+
+
+class ConfigError(ReefError):
+    """serve.yaml, a flag or the machine is not fit to start; raised before anything has started."""
+
+    code = "config"
+
+
+class LedgerError(ReefError):
+    """The ledger cannot be used as it is (newer schema, another owner, a broken row)."""
+
+    code = "ledger"
+
+
+class OwnershipLostError(LedgerError):
+    """Another process took over this run directory; this one must stop writing at once."""
+
+    code = "ownership_lost"
+
+
+class StepFailedError(ReefError):
+    """An optimizer step was refused (gradients not finite) and nothing was moved."""
+
+    code = "step_failed"
+
+
+class WorkersLostError(ReefError):
+    """A training worker died or does not answer; its state is gone."""
+
+    code = "workers_lost"
+
+
+class LoadFailedError(ReefError):
+    """A replica did not load a release, or does not agree with the trainer about it."""
+
+    code = "load_failed"

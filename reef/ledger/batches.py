@@ -1,0 +1,202 @@
+"""Batches: reserved before the step, committed with the release that the step made.
+
+reserve -> [step] -> commit           the release, the batch and its reports change together
+                 `-> retry -> fail    two attempts; process deaths count
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Connection, func, insert, select, update
+
+from reef.errors import ConflictError, LedgerError, NotFoundError
+from reef.ledger import releases as release_rows
+from reef.ledger import reports as report_rows
+from reef.ledger.codec import from_json, to_json
+from reef.ledger.receipts import get_many
+from reef.ledger.schema import batch_samples, batches, report_receipts, reports
+from reef.types import Batch, Receipt, Release, ReportState, Sample, Selection
+
+MAX_ATTEMPTS = 2
+Split = Callable[[Sequence[int]], tuple[tuple[int, ...], ...]]
+
+
+def reserve(
+    connection: Connection,
+    scenario: str,
+    batch_id: str,
+    selection: Selection,
+    base_release: str,
+    settings: Mapping[str, Any],
+    split: Split,
+    now: float,
+) -> Batch:
+    """Store a batch with its exact order, before anything trains on it. `split` maps lengths to microbatches.
+
+    Raises:
+        ConflictError: a picked report is no longer pending.
+    """
+    report_rows.drop(connection, selection.drops, now)
+    rows = _sample_rows(connection, batch_id, selection)
+    number = connection.scalar(select(func.max(batches.c.number)).where(batches.c.scenario == scenario)) or 0
+    connection.execute(
+        insert(batches).values(
+            id=batch_id,
+            scenario=scenario,
+            number=number + 1,
+            state="reserved",
+            attempt=1,
+            base_release=base_release,
+            settings=to_json(dict(settings)),
+            microbatches="[]",
+            created_at=now,
+            updated_at=now,
+        )
+    )
+    connection.execute(insert(batch_samples), rows)
+    picked = [pick.report_id for pick in selection.picks]
+    taken = connection.execute(
+        update(reports)
+        .where(reports.c.id.in_(picked), reports.c.state == ReportState.PENDING.value)
+        .values(state=ReportState.RESERVED.value, batch_id=batch_id, updated_at=now)
+    )
+    if taken.rowcount != len(picked):
+        raise ConflictError(f"{len(picked) - taken.rowcount} reports of batch {batch_id} are no longer pending")
+    lengths = [len(sample.tokens) for sample in load(connection, batch_id).samples]
+    connection.execute(update(batches).where(batches.c.id == batch_id).values(microbatches=to_json(split(lengths))))
+    return load(connection, batch_id)
+
+
+def _sample_rows(connection: Connection, batch_id: str, selection: Selection) -> list[dict[str, Any]]:
+    """One row per receipt of each picked report, in the order of the picks."""
+    picked = [pick.report_id for pick in selection.picks]
+    query = (
+        select(report_receipts.c.report_id, report_receipts.c.receipt_id, reports.c.score)
+        .join(reports, reports.c.id == report_receipts.c.report_id)
+        .where(report_receipts.c.report_id.in_(picked))
+        .order_by(report_receipts.c.report_id, report_receipts.c.position)
+    )
+    by_report: dict[str, list[Any]] = {}
+    for row in connection.execute(query):
+        by_report.setdefault(row.report_id, []).append(row)
+    rows: list[dict[str, Any]] = []
+    for pick in selection.picks:
+        for row in by_report[pick.report_id]:
+            rows.append(
+                {
+                    "batch_id": batch_id,
+                    "position": len(rows),
+                    "report_id": pick.report_id,
+                    "receipt_id": row.receipt_id,
+                    "group_key": pick.group,
+                    "reward": row.score,
+                    "trains": pick.trains,
+                }
+            )
+    return rows
+
+
+def load(connection: Connection, batch_id: str) -> Batch:
+    """The batch with its samples, as it was reserved."""
+    row = connection.execute(select(batches).where(batches.c.id == batch_id)).first()
+    if row is None:
+        raise NotFoundError(f"no batch {batch_id}")
+    query = select(batch_samples).where(batch_samples.c.batch_id == batch_id).order_by(batch_samples.c.position)
+    members = connection.execute(query).all()
+    found = get_many(connection, [member.receipt_id for member in members])
+    bodies = _truncated(connection, batch_id)
+    return Batch(
+        id=row.id,
+        scenario=row.scenario,
+        number=row.number,
+        attempt=row.attempt,
+        base_release=row.base_release,
+        samples=tuple(_sample(member, found[member.receipt_id], bodies) for member in members),
+        microbatches=tuple(tuple(positions) for positions in from_json(row.microbatches)),
+        settings=from_json(row.settings),
+    )
+
+
+def _truncated(connection: Connection, batch_id: str) -> dict[str, bool]:
+    rows = connection.execute(select(reports.c.id, reports.c.body).where(reports.c.batch_id == batch_id))
+    return {row.id: bool(from_json(row.body).get("truncated")) for row in rows}
+
+
+def _sample(member: Any, receipt: Receipt, truncated: Mapping[str, bool]) -> Sample:
+    generation = receipt.generation
+    num_prompt = len(receipt.prompt_ids)
+    tokens = np.concatenate([receipt.prompt_ids, generation.output_ids])
+    mask = np.zeros(len(tokens), dtype=np.bool_)
+    mask[num_prompt:] = True
+    logprobs = np.zeros(len(tokens), dtype=np.float32)
+    logprobs[num_prompt:] = generation.logprobs
+    return Sample(
+        report_id=member.report_id,
+        receipt_id=member.receipt_id,
+        group=member.group_key,
+        reward=member.reward,
+        tokens=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        temperature=receipt.sampling.temperature,
+        trains=member.trains,
+        truncated=truncated.get(member.report_id, False) or generation.finish_reason == "length",
+    )
+
+
+def reserved(connection: Connection, scenario: str) -> str | None:
+    """The batch that was reserved and not yet committed: there is at most one."""
+    query = select(batches.c.id).where(batches.c.scenario == scenario, batches.c.state == "reserved")
+    return connection.scalar(query)
+
+
+def commit(connection: Connection, batch_id: str, release: Release, now: float) -> Release:
+    """The release, the batch and its reports, in this one transaction. Idempotent by batch.
+
+    Raises:
+        LedgerError: the batch is not reserved, or the chain has moved on without it.
+    """
+    row = connection.execute(select(batches).where(batches.c.id == batch_id)).first()
+    if row is None:
+        raise NotFoundError(f"no batch {batch_id}")
+    if row.state == "committed":
+        return release_rows.get(connection, row.scenario, row.release_id)
+    if row.state != "reserved":
+        raise LedgerError(f"batch {batch_id} is {row.state} and cannot be committed")
+    head = release_rows.head(connection, row.scenario)
+    if head is None or head.id != release.parent:
+        raise LedgerError(f"release {release.id} follows {release.parent}, but the head is {head and head.id}")
+    release_rows.append(connection, release)
+    connection.execute(
+        update(batches).where(batches.c.id == batch_id).values(state="committed", release_id=release.id, updated_at=now)
+    )
+    silent = select(batch_samples.c.report_id).where(
+        batch_samples.c.batch_id == batch_id, batch_samples.c.trains.is_(False)
+    )
+    mine = update(reports).where(reports.c.batch_id == batch_id)
+    connection.execute(mine.values(state=ReportState.TRAINED.value, reason=None, updated_at=now))
+    connection.execute(
+        mine.where(reports.c.id.in_(silent)).values(state=ReportState.DROPPED.value, reason="stale", updated_at=now)
+    )
+    return release
+
+
+def again(connection: Connection, batch_id: str, error: str, now: float) -> bool:
+    """Count a failed attempt. True: take the batch once more; False: it ended `failed`, its reports `step_failed`."""
+    attempt = connection.scalar(select(batches.c.attempt).where(batches.c.id == batch_id)) or 0
+    row = update(batches).where(batches.c.id == batch_id)
+    if attempt < MAX_ATTEMPTS:
+        connection.execute(row.values(attempt=attempt + 1, error=error, updated_at=now))
+        return True
+    connection.execute(row.values(state="failed", error=error, updated_at=now))
+    connection.execute(
+        update(reports)
+        .where(reports.c.batch_id == batch_id)
+        .values(state=ReportState.DROPPED.value, reason="step_failed", updated_at=now)
+    )
+    return False
+
+
+def error_of(connection: Connection, batch_id: str) -> str | None:
+    return connection.scalar(select(batches.c.error).where(batches.c.id == batch_id))

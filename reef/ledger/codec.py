@@ -1,0 +1,55 @@
+"""How values lie in the ledger: arrays as little-endian blobs, the rest as JSON with sorted keys."""
+
+import hashlib
+import zlib
+from typing import Any
+
+import numpy as np
+import orjson
+
+from reef.types import Floats, Ids
+
+
+def pack_ids(ids: Ids) -> bytes:
+    """int32 [N] -> 4N bytes."""
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def unpack_ids(blob: bytes) -> Ids:
+    return np.frombuffer(blob, dtype="<i4")
+
+
+def pack_floats(values: Floats) -> bytes:
+    """float32 [N] -> 4N bytes, bit for bit (so -inf and NaN survive)."""
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def unpack_floats(blob: bytes) -> Floats:
+    return np.frombuffer(blob, dtype="<f4")
+
+
+def pack_body(body: bytes) -> bytes:
+    return zlib.compress(body, level=1)
+
+
+def unpack_body(blob: bytes) -> bytes:
+    return zlib.decompress(blob)
+
+
+def to_json(value: Any) -> str:
+    """Canonical JSON: sorted keys, no spaces, so that equal values have equal digests."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+
+
+def from_json(text: str) -> Any:
+    return orjson.loads(text)
+
+
+def digest(*parts: bytes | str) -> str:
+    """sha256 (hex) over the parts, each preceded by its length, so that no two lists of parts collide."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest()

@@ -1,0 +1,221 @@
+"""Receipts: what was asked and sampled, exactly as it was."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from sqlalchemy import Connection, insert, select
+
+from reef.errors import NotFoundError
+from reef.ledger.codec import (
+    digest,
+    from_json,
+    pack_body,
+    pack_floats,
+    pack_ids,
+    to_json,
+    unpack_body,
+    unpack_floats,
+    unpack_ids,
+)
+from reef.ledger.schema import receipts, requests
+from reef.types import FinishReason, Generation, Ids, Receipt, Request, Sampling, Span
+
+_NEUTRAL = Sampling(max_tokens=0)
+
+
+def make(request: Request, choice: int, generation: Generation, engine_build: str, id: str, now: float) -> Receipt:
+    """The receipt of one choice, with the digest over all of it."""
+    reason = request.sampling.inexact_reason()
+    if not np.isfinite(generation.logprobs).all():
+        reason = ",".join(filter(None, (reason, "logprob_not_finite")))
+    receipt = Receipt(
+        id=id,
+        request_id=request.id,
+        scenario=request.scenario,
+        choice=choice,
+        prompt_ids=request.prompt_ids,
+        generation=generation,
+        sampling=request.sampling,
+        purpose=request.purpose,
+        session=request.session,
+        parent=request.parent,
+        tags=request.tags,
+        template_digest=request.template_digest,
+        tokenizer_digest=request.tokenizer_digest,
+        engine_build=engine_build,
+        created_at=now,
+        inexact_reason=reason,
+        digest="",
+    )
+    return dataclasses.replace(receipt, digest=compute_digest(receipt))
+
+
+def compute_digest(receipt: Receipt) -> str:
+    """sha256 over everything in the receipt but the digest itself."""
+    made_of = {
+        "id": receipt.id,
+        "request_id": receipt.request_id,
+        "scenario": receipt.scenario,
+        "choice": receipt.choice,
+        "finish_reason": receipt.generation.finish_reason,
+        "matched": receipt.generation.matched,
+        "spans": _spans_to_rows(receipt.generation.spans),
+        "reproducible": receipt.generation.reproducible,
+        "sampling": dataclasses.asdict(receipt.sampling),
+        "purpose": receipt.purpose,
+        "session": receipt.session,
+        "parent": receipt.parent,
+        "tags": dict(receipt.tags),
+        "template": receipt.template_digest,
+        "tokenizer": receipt.tokenizer_digest,
+        "engine": receipt.engine_build,
+        "created_at": receipt.created_at,
+        "inexact": receipt.inexact_reason,
+    }
+    arrays = (receipt.prompt_ids, receipt.generation.output_ids)
+    blobs = (*(pack_ids(array) for array in arrays), pack_floats(receipt.generation.logprobs))
+    return digest(to_json(made_of), *blobs)
+
+
+def record(connection: Connection, request: Request, made: Sequence[Receipt]) -> None:
+    """Store one completion: its request, and a receipt for each choice."""
+    prefix = _prefix_length(connection, request)
+    connection.execute(
+        insert(requests).values(
+            id=request.id,
+            scenario=request.scenario,
+            session=request.session,
+            purpose=request.purpose,
+            api=request.api,
+            parent=request.parent,
+            prompt_ids=pack_ids(request.prompt_ids[prefix:]),
+            prompt_length=len(request.prompt_ids),
+            prompt_digest=digest(pack_ids(request.prompt_ids)),
+            sampling=_sampling_to_json(request.sampling),
+            body=pack_body(request.body),
+            tags=to_json(dict(request.tags)),
+            template_digest=request.template_digest,
+            tokenizer_digest=request.tokenizer_digest,
+            engine_build=made[0].engine_build,
+            created_at=request.created_at,
+        )
+    )
+    connection.execute(insert(receipts), [_row(receipt) for receipt in made])
+
+
+def _row(receipt: Receipt) -> dict[str, object]:
+    generation = receipt.generation
+    return {
+        "id": receipt.id,
+        "request_id": receipt.request_id,
+        "choice": receipt.choice,
+        "output_ids": pack_ids(generation.output_ids),
+        "logprobs": pack_floats(generation.logprobs),
+        "num_tokens": len(generation.output_ids),
+        "spans": to_json(_spans_to_rows(generation.spans)),
+        "finish_reason": generation.finish_reason.value,
+        "matched": None if generation.matched is None else to_json(generation.matched),
+        "reproducible": generation.reproducible,
+        "inexact_reason": receipt.inexact_reason,
+        "digest": receipt.digest,
+        "created_at": receipt.created_at,
+    }
+
+
+def get(connection: Connection, receipt_id: str) -> Receipt:
+    """The whole receipt. Raises NotFoundError."""
+    return get_many(connection, [receipt_id])[receipt_id]
+
+
+def get_many(connection: Connection, receipt_ids: Iterable[str]) -> dict[str, Receipt]:
+    """Whole receipts by id. Raises NotFoundError naming the first that is not there."""
+    wanted = list(dict.fromkeys(receipt_ids))
+    columns = [column for column in requests.c if column.name not in ("id", "created_at", "body")]
+    query = select(receipts, *columns).join(requests, requests.c.id == receipts.c.request_id)
+    found: dict[str, Receipt] = {}
+    for start in range(0, len(wanted), 500):
+        for row in connection.execute(query.where(receipts.c.id.in_(wanted[start : start + 500]))):
+            found[row.id] = Receipt(
+                id=row.id,
+                request_id=row.request_id,
+                scenario=row.scenario,
+                choice=row.choice,
+                prompt_ids=_whole_prompt(connection, row.parent, row.prompt_ids),
+                generation=Generation(
+                    output_ids=unpack_ids(row.output_ids),
+                    logprobs=unpack_floats(row.logprobs),
+                    finish_reason=FinishReason(row.finish_reason),
+                    spans=tuple(Span(*span) for span in from_json(row.spans)),
+                    matched=None if row.matched is None else from_json(row.matched),
+                    reproducible=row.reproducible,
+                ),
+                sampling=_sampling_from_json(row.sampling),
+                purpose=row.purpose,
+                session=row.session,
+                parent=row.parent,
+                tags=from_json(row.tags),
+                template_digest=row.template_digest,
+                tokenizer_digest=row.tokenizer_digest,
+                engine_build=row.engine_build,
+                created_at=row.created_at,
+                inexact_reason=row.inexact_reason,
+                digest=row.digest,
+            )
+    for receipt_id in wanted:
+        if receipt_id not in found:
+            raise NotFoundError(f"no receipt {receipt_id}", param="references", code="receipt_not_found")
+    return found
+
+
+def body_of(connection: Connection, request_id: str) -> bytes:
+    """The client's JSON as it came."""
+    blob = connection.scalar(select(requests.c.body).where(requests.c.id == request_id))
+    if blob is None:
+        raise NotFoundError(f"no request {request_id}")
+    return unpack_body(blob)
+
+
+def _whole_prompt(connection: Connection, parent: str | None, added: bytes) -> Ids:
+    """The ids of every turn before this one, then what this request added. Walks the parents, newest first."""
+    pieces = [unpack_ids(added)]
+    while parent is not None:
+        row = connection.execute(
+            select(receipts.c.output_ids, requests.c.prompt_ids, requests.c.parent)
+            .join(requests, requests.c.id == receipts.c.request_id)
+            .where(receipts.c.id == parent)
+        ).one()
+        pieces += [unpack_ids(row.output_ids), unpack_ids(row.prompt_ids)]
+        parent = row.parent
+    return np.concatenate(pieces[::-1])
+
+
+def _prefix_length(connection: Connection, request: Request) -> int:
+    if request.parent is None:
+        return 0
+    row = connection.execute(
+        select(receipts.c.num_tokens, requests.c.prompt_length)
+        .join(requests, requests.c.id == receipts.c.request_id)
+        .where(receipts.c.id == request.parent)
+    ).first()
+    if row is None:
+        raise NotFoundError(f"no receipt {request.parent} to continue", code="receipt_not_found")
+    return int(row.prompt_length + row.num_tokens)
+
+
+def _spans_to_rows(spans: Sequence[Span]) -> list[list[int | str]]:
+    return [[span.start, span.end, span.release_id] for span in spans]
+
+
+def _sampling_to_json(sampling: Sampling) -> str:
+    """Only what differs from the neutral values."""
+    values = dataclasses.asdict(sampling)
+    return to_json({key: value for key, value in values.items() if value != getattr(_NEUTRAL, key)})
+
+
+def _sampling_from_json(text: str) -> Sampling:
+    values = from_json(text)
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            values[name] = tuple(values[name])
+    return dataclasses.replace(_NEUTRAL, **values)

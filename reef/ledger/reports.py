@@ -1,0 +1,303 @@
+"""Reports: how a grade is accepted, what it claims, and where it is now.
+
+    accepted -> pending -> reserved -> trained
+             |         `-> dropped (stale, abandoned, tied, group_incomplete, step_failed)
+             |-> recorded (no_score, outcome_*, evaluation, not_training, already_claimed, already_trained)
+             `-> dropped (aborted, inexact, empty)
+
+The first scored report of a receipt claims it; a later one is kept and never trained.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from reef.errors import BadRequestError, ConflictError, NotFoundError
+from reef.ledger.codec import digest, from_json, to_json
+from reef.ledger.schema import batches, receipts, releases, report_receipts, reports, requests
+from reef.types import Candidate, Drop, Report, ReportState
+
+MAX_CANDIDATES = 8192  # pending reports that a selection looks at, oldest first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reference:
+    """What acceptance needs to know of one receipt."""
+
+    id: str
+    scenario: str
+    purpose: str
+    finish_reason: str
+    inexact_reason: str | None
+    num_tokens: int
+    prompt_length: int
+    prompt_digest: str
+    sampling: str
+    spans: Any
+    claimed_by: str | None
+
+
+def accept(connection: Connection, report: Report, trains: bool, now: float) -> dict[str, Any]:
+    """Store a report and answer with its state; the same id and body again gets the state it has by now.
+
+    Raises:
+        NotFoundError: a reference names no receipt.
+        ConflictError: the id is stored with another body.
+        BadRequestError: a reference belongs to another scenario, or the group holds another prompt.
+    """
+    body = to_json(dict(report.body))
+    stored = connection.execute(select(reports.c.digest).where(reports.c.id == report.id)).first()
+    if stored is not None:
+        if stored.digest != digest(report.scenario, body):
+            raise ConflictError(
+                f"report {report.id} is stored already with another body", param="agent_record_id", code="id_reused"
+            )
+        return view(connection, report.id)
+    references = _references(connection, report)
+    state, reason = _judge(connection, report, references, trains)
+    key = _group_key(report, references)
+    prompt = references[0].prompt_digest if references else None
+    if state is ReportState.PENDING:
+        _refuse_mixed_prompts(connection, report, key, prompt)
+    connection.execute(
+        insert(reports).values(
+            id=report.id,
+            scenario=report.scenario,
+            body=body,
+            digest=digest(report.scenario, body),
+            score=report.score,
+            state=state.value,
+            reason=reason,
+            group_key=key,
+            prompt_digest=prompt,
+            oldest_release=_oldest_release(connection, references),
+            num_tokens=max((item.prompt_length + item.num_tokens for item in references), default=0),
+            created_at=now,
+            updated_at=now,
+        )
+    )
+    if references:
+        rows = [
+            {"report_id": report.id, "position": position, "receipt_id": item.id}
+            for position, item in enumerate(references)
+        ]
+        connection.execute(insert(report_receipts), rows)
+    if state is ReportState.PENDING:
+        connection.execute(
+            update(receipts).where(receipts.c.id.in_([item.id for item in references])).values(claimed_by=report.id)
+        )
+    return view(connection, report.id)
+
+
+def view(connection: Connection, report_id: str, group_size: int | None = None) -> dict[str, Any]:
+    """A report as HTTP shows it. A pending member of an incomplete group is `waiting`. Raises NotFoundError."""
+    query = (
+        select(reports, batches.c.release_id, releases.c.step)
+        .outerjoin(batches, batches.c.id == reports.c.batch_id)
+        .outerjoin(releases, releases.c.id == batches.c.release_id)
+        .where(reports.c.id == report_id)
+    )
+    row = connection.execute(query).first()
+    if row is None:
+        raise NotFoundError(f"no report {report_id}", code="report_not_found")
+    state, reason = row.state, row.reason
+    if state == ReportState.PENDING and group_size:
+        state, reason = _waiting(connection, row, group_size)
+    return {
+        "agent_record_id": row.id,
+        "scenario": row.scenario,
+        "state": state,
+        "reason": reason,
+        "score": row.score,
+        "group": from_json(row.body).get("group"),
+        "references": list(references_of(connection, report_id)),
+        "batch_id": row.batch_id,
+        "step": row.step,
+        "release_id": row.release_id,
+        "created_at": row.created_at,
+        "updated_at": row.updated_at,
+    }
+
+
+def references_of(connection: Connection, report_id: str) -> Sequence[str]:
+    query = (
+        select(report_receipts.c.receipt_id)
+        .where(report_receipts.c.report_id == report_id)
+        .order_by(report_receipts.c.position)
+    )
+    return connection.scalars(query).all()
+
+
+def reports_of(connection: Connection, receipt_id: str) -> Sequence[str]:
+    """Every report that references a receipt, in order of arrival."""
+    query = (
+        select(reports.c.id)
+        .join(report_receipts, report_receipts.c.report_id == reports.c.id)
+        .where(report_receipts.c.receipt_id == receipt_id)
+        .order_by(reports.c.seq)
+    )
+    return connection.scalars(query).all()
+
+
+def candidates(connection: Connection, scenario: str) -> list[Candidate]:
+    """Pending reports in order of arrival."""
+    query = (
+        select(
+            reports.c.id,
+            reports.c.seq,
+            reports.c.group_key,
+            reports.c.score,
+            reports.c.oldest_release,
+            reports.c.num_tokens,
+            reports.c.created_at,
+        )
+        .where(reports.c.scenario == scenario, reports.c.state == ReportState.PENDING.value)
+        .order_by(reports.c.seq)
+        .limit(MAX_CANDIDATES)
+    )
+    return [
+        Candidate(
+            report_id=row.id,
+            seq=row.seq,
+            group=row.group_key,
+            score=row.score,
+            oldest_release=row.oldest_release,
+            num_tokens=row.num_tokens,
+            accepted_at=row.created_at,
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def count(connection: Connection, scenario: str, state: ReportState) -> int:
+    query = select(func.count()).where(reports.c.scenario == scenario, reports.c.state == state.value)
+    return int(connection.scalar(query) or 0)
+
+
+def drop(connection: Connection, drops: Iterable[Drop], now: float) -> None:
+    """End pending reports with their reasons."""
+    for item in drops:
+        connection.execute(
+            update(reports)
+            .where(reports.c.id == item.report_id, reports.c.state == ReportState.PENDING.value)
+            .values(state=ReportState.DROPPED.value, reason=item.reason, updated_at=now)
+        )
+
+
+def _references(connection: Connection, report: Report) -> list[_Reference]:
+    query = select(
+        receipts.c.id,
+        requests.c.scenario,
+        requests.c.purpose,
+        receipts.c.finish_reason,
+        receipts.c.inexact_reason,
+        receipts.c.num_tokens,
+        requests.c.prompt_length,
+        requests.c.prompt_digest,
+        requests.c.sampling,
+        receipts.c.spans,
+        receipts.c.claimed_by,
+    ).join(requests, requests.c.id == receipts.c.request_id)
+    rows = connection.execute(query.where(receipts.c.id.in_(report.references)))
+    found = {row.id: _Reference(*row[:9], from_json(row.spans), row.claimed_by) for row in rows}
+    for index, receipt_id in enumerate(report.references):
+        if receipt_id not in found:
+            raise NotFoundError(
+                f"references[{index}]: no receipt {receipt_id}", param="references", code="receipt_not_found"
+            )
+        if found[receipt_id].scenario != report.scenario:
+            raise BadRequestError(
+                f"references[{index}]: receipt {receipt_id} belongs to scenario {found[receipt_id].scenario}, "
+                f"the report to {report.scenario}",
+                param="references",
+            )
+    return [found[receipt_id] for receipt_id in report.references]
+
+
+def _judge(
+    connection: Connection, report: Report, references: Sequence[_Reference], trains: bool
+) -> tuple[ReportState, str | None]:
+    if report.score is None:
+        return ReportState.RECORDED, "no_score"
+    if report.outcome in ("review", "error"):
+        return ReportState.RECORDED, f"outcome_{report.outcome}"
+    if not references:
+        return ReportState.RECORDED, "no_references"
+    if any(item.purpose != "train" for item in references):
+        return ReportState.RECORDED, "evaluation"
+    if not trains:
+        return ReportState.RECORDED, "not_training"
+    claims = [item.claimed_by for item in references if item.claimed_by is not None]
+    if claims:
+        states = connection.scalars(select(reports.c.state).where(reports.c.id.in_(claims))).all()
+        trained = ReportState.TRAINED.value in states
+        return ReportState.RECORDED, "already_trained" if trained else "already_claimed"
+    if any(item.finish_reason == "abort" for item in references):
+        return ReportState.DROPPED, "aborted"
+    if any(item.inexact_reason for item in references):
+        return ReportState.DROPPED, "inexact"
+    if all(item.num_tokens == 0 for item in references):
+        return ReportState.DROPPED, "empty"
+    return ReportState.PENDING, None
+
+
+def _group_key(report: Report, references: Sequence[_Reference]) -> str | None:
+    """The report's own group, else the first prompt with its sampling."""
+    if report.group is not None:
+        return f"group:{report.group}"
+    if not references:
+        return None
+    return f"prompt:{digest(references[0].prompt_digest, _without_seed(references[0].sampling))[:32]}"
+
+
+def _without_seed(sampling: str) -> str:
+    values = from_json(sampling)
+    values.pop("seed", None)
+    return to_json(values)
+
+
+def _refuse_mixed_prompts(connection: Connection, report: Report, key: str | None, prompt: str | None) -> None:
+    query = (
+        select(reports.c.id, reports.c.prompt_digest)
+        .where(
+            reports.c.scenario == report.scenario,
+            reports.c.state == ReportState.PENDING.value,
+            reports.c.group_key == key,
+        )
+        .limit(1)
+    )
+    other = connection.execute(query).first()
+    if other is not None and other.prompt_digest != prompt:
+        raise BadRequestError(
+            f"group {report.group}: its members answer one prompt, and report {other.id} of it answers another",
+            param="group",
+            code="mixed_group",
+        )
+
+
+def _oldest_release(connection: Connection, references: Sequence[_Reference]) -> str | None:
+    """Of all releases that produced a token, the one furthest back in the chain."""
+    produced = {span[2] for item in references for span in item.spans}
+    if len(produced) < 2:
+        return next(iter(produced), None)
+    query = (
+        select(releases.c.id)
+        .where(releases.c.id.in_(produced))
+        .order_by(releases.c.policy_version, releases.c.number)
+        .limit(1)
+    )
+    return connection.scalar(query)
+
+
+def _waiting(connection: Connection, row: Row[Any], group_size: int) -> tuple[str, str | None]:
+    query = select(func.count()).where(
+        reports.c.scenario == row.scenario,
+        reports.c.state == ReportState.PENDING.value,
+        reports.c.group_key == row.group_key,
+    )
+    members = int(connection.scalar(query) or 0)
+    if members >= group_size:
+        return ReportState.PENDING.value, None
+    return ReportState.WAITING.value, f"group {members} of {group_size}"

@@ -1,0 +1,42 @@
+"""Every error on every route in one shape: {"error": {"message", "type", "param", "code"}}."""
+
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from reef.errors import ReefError
+from reef.observe import log
+
+
+def error_body(error: ReefError) -> dict[str, Any]:
+    return {
+        "error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code},
+    }
+
+
+def to_response(error: ReefError) -> Response:
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    return Response(orjson.dumps(error_body(error)), error.status, headers, media_type="application/json")
+
+
+async def on_reef_error(_http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ReefError)
+    return to_response(error)
+
+
+async def on_http_error(http: HttpRequest, error: Exception) -> Response:
+    """Routes that do not exist, and methods that a route does not have."""
+    assert isinstance(error, HTTPException)
+    made = ReefError(f"{http.method} {http.url.path}: {error.detail}", code=str(error.detail).lower().replace(" ", "_"))
+    made.status = error.status_code
+    made.type = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return to_response(made)
+
+
+async def on_any_error(http: HttpRequest, error: Exception) -> Response:
+    """A fault of ours. What happened goes to the log, not to the client."""
+    log.error("%s %s failed", http.method, http.url.path, exc_info=error)
+    return to_response(ReefError("the service failed; its log says why"))

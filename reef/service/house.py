@@ -1,0 +1,107 @@
+"""What the routes share: the rooms below, which scenario a request belongs to, and whether we can answer yet."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection
+from starlette.requests import Request as HttpRequest
+
+from reef.chat.template import Template
+from reef.config import SCENARIO_NAME, Config
+from reef.dispatcher import Dispatcher
+from reef.engines.pool import Engines
+from reef.errors import BadRequestError, ConflictError, NotFoundError, UnavailableError
+from reef.ledger import releases, scenarios
+from reef.ledger.ledger import Ledger
+from reef.ledger.scenarios import Scenario
+from reef.observe import Metrics
+from reef.storage import Storage
+
+DEFAULT_SCENARIO = "default"
+MAX_KNOWN_SCENARIOS = 65536  # remembered in memory; the ledger knows them all
+
+
+@dataclass(slots=True)
+class House:
+    """One running service. `storage` and `dispatcher` are there once start-up has got to them."""
+
+    config: Config
+    ledger: Ledger
+    engines: Engines
+    template: Template
+    metrics: Metrics
+    storage: Storage | None = None
+    dispatcher: Dispatcher | None = None
+    waiting_for: str | None = "the engine and the trainer"  # None once ready
+    failure: str | None = None  # why start-up failed
+    started_at: float = field(default_factory=time.time)
+    num_in_flight: int = 0
+    background: set[asyncio.Task[Any]] = field(default_factory=set)
+    _known: dict[str, Scenario] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        return self.config.training.backend != "none"
+
+    def require_ready(self) -> Storage:
+        """Raises UnavailableError while starting."""
+        if self.waiting_for is not None or self.storage is None:
+            raise UnavailableError(f"not ready: {self.failure or f'starting {self.waiting_for}'}", retry_after_s=2)
+        return self.storage
+
+    async def scenario_of(self, http: HttpRequest) -> Scenario:
+        """The scenario that a request names by header (or the one that trains), created where that is allowed.
+
+        Raises:
+            NotFoundError: it is unknown and `reef.implicit-scenarios` is off.
+            ConflictError: `x-reef-recipe` is not its recipe.
+        """
+        name = http.headers.get("x-reef-scenario") or self.config.recipe.scenario or DEFAULT_SCENARIO
+        recipe = http.headers.get("x-reef-recipe")
+        scenario = self._known.get(name)
+        if scenario is None:
+            scenario = await self.ledger.read(scenarios.find, name)
+            if scenario is None and not self.config.reef.implicit_scenarios:
+                raise NotFoundError(
+                    f"no scenario {name}, and reef.implicit-scenarios is off: create it with POST /reef/scenarios",
+                    param="x-reef-scenario",
+                    code="scenario_not_found",
+                )
+            if scenario is None:
+                scenario, _ = await self.create_scenario(name, recipe)
+            if len(self._known) < MAX_KNOWN_SCENARIOS:
+                self._known[name] = scenario
+        if recipe is not None and recipe != scenario.recipe:
+            raise ConflictError(
+                f"scenario {name} has recipe {scenario.recipe}, the request names {recipe}", param="x-reef-recipe"
+            )
+        return scenario
+
+    async def create_scenario(self, name: str, recipe: str | None) -> tuple[Scenario, bool]:
+        """The scenario, and whether this call made it. The first one gets the chain."""
+        storage = self.require_ready()
+        if not SCENARIO_NAME.fullmatch(name):
+            raise BadRequestError(
+                f"a scenario's name has 1-64 letters, digits, '.', '_' or '-', got {name[:80]!r}", param="name"
+            )
+        own = self.config.recipe.implementation
+        if recipe is not None and recipe != own:
+            raise ConflictError(f"this service runs recipe {own}, the request names {recipe}", param="recipe")
+
+        def create(connection: Connection) -> tuple[Scenario, bool]:
+            made = scenarios.create(connection, name, own, time.time())
+            if scenarios.training(connection) == name and releases.head(connection, name) is None:
+                releases.append(connection, storage.base_release(name))
+            return made
+
+        made = await self.ledger.write(create)
+        if self.dispatcher is not None:
+            self.dispatcher.notify()
+        return made
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Hold on to a task that must end though nobody awaits it."""
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)

@@ -1,0 +1,176 @@
+"""From a checked request to receipts: engine, record, answer. Nothing leaves before its receipts are durable.
+
+run_whole:   engine.generate -> receipts -> ledger -> (the route answers)
+run_stream:  engine.stream -> text deltas ... -> receipts -> ledger -> the last event
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import numpy as np
+from starlette.requests import Request as HttpRequest
+
+from reef.engines.client import Chunk
+from reef.errors import BadRequestError, BusyError, ReefError
+from reef.ledger import receipts
+from reef.observe import log
+from reef.service.house import House
+from reef.service.wire import SamplingBody
+from reef.types import PURPOSES, FinishReason, Generation, Ids, Receipt, Request
+
+TAG_PREFIX = "x-reef-tag-"
+
+
+class ClientGoneError(ReefError):
+    """The client closed its connection; nobody reads the answer."""
+
+    status = 499
+    code = "client_gone"
+
+
+async def prepare(
+    house: House,
+    http: HttpRequest,
+    raw: bytes,
+    api: str,
+    prompt_ids: Ids,
+    body: SamplingBody,
+    limit: int | None,
+    top_logprobs: int,
+) -> Request:
+    """The request as engines and ledger see it. Raises BadRequestError where it cannot fit the model."""
+    purpose = http.headers.get("x-reef-purpose", "train")
+    if purpose not in PURPOSES:
+        raise BadRequestError(f"x-reef-purpose: expected one of {PURPOSES}, got {purpose!r}", param="x-reef-purpose")
+    scenario = await house.scenario_of(http)
+    sampling = body.sampling(_max_tokens(house, prompt_ids, limit))
+    if house.config.inference.sampling == "neutral" and sampling.inexact_reason() not in (None, "greedy"):
+        house.metrics.neutralised.inc()
+        sampling = sampling.neutralised()
+    return Request(
+        id=f"req_{uuid.uuid4().hex}",
+        scenario=scenario.name,
+        api=api,
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        n=body.n or 1,
+        body=raw,
+        created_at=time.time(),
+        purpose=purpose,
+        session=http.headers.get("x-reef-session") or http.headers.get("x-session-id"),
+        tags={name[len(TAG_PREFIX) :]: value for name, value in http.headers.items() if name.startswith(TAG_PREFIX)},
+        top_logprobs=top_logprobs,
+        template_digest=house.template.template_digest if api == "chat" else None,
+        tokenizer_digest=house.template.tokenizer_digest,
+    )
+
+
+async def run_whole(house: House, http: HttpRequest, request: Request) -> Sequence[Receipt]:
+    """Sample all choices and record them. A client that goes away aborts the work on the engine."""
+    with _in_flight(house):
+        async with house.engines.acquire() as engine:
+            generations = await _unless_gone(http, asyncio.create_task(engine.generate(request)))
+    return await _record(house, request, generations)
+
+
+async def run_stream(house: House, request: Request) -> AsyncIterator[Chunk | Sequence[Receipt]]:
+    """Chunks as they come, then the receipts. Closed early (a client gone), what was sampled is kept as aborted."""
+    seen: list[list[Chunk]] = [[] for _ in range(request.n)]
+    finished: list[Generation | None] = [None] * request.n
+    with _in_flight(house):
+        try:
+            async with house.engines.acquire() as engine, contextlib.aclosing(engine.stream(request)) as chunks:
+                async for chunk in chunks:
+                    seen[chunk.choice].append(chunk)
+                    finished[chunk.choice] = chunk.generation
+                    yield chunk
+        except (GeneratorExit, asyncio.CancelledError):
+            kept = [done or _aborted(chunks) for done, chunks in zip(finished, seen, strict=True)]
+            if any(len(generation.output_ids) for generation in kept):
+                house.keep(asyncio.create_task(_record_aborted(house, request, kept)))
+            raise
+    if any(generation is None for generation in finished):
+        raise ReefError("the engine's stream ended before its last token", code="engine_stream_cut")
+    yield await _record(house, request, [generation for generation in finished if generation is not None])
+
+
+async def _record(house: House, request: Request, generations: Sequence[Generation]) -> Sequence[Receipt]:
+    now = time.time()
+    made = [
+        receipts.make(request, choice, generation, house.engines.build, f"rcp_{uuid.uuid4().hex}", now)
+        for choice, generation in enumerate(generations)
+    ]
+    await house.ledger.write(receipts.record, request, made)
+    house.metrics.receipts.inc(len(made))
+    house.metrics.sampled_tokens.inc(sum(len(generation.output_ids) for generation in generations))
+    return made
+
+
+async def _record_aborted(house: House, request: Request, generations: Sequence[Generation]) -> None:
+    try:
+        await _record(house, request, generations)
+    except ReefError as error:
+        log.warning("an aborted stream of %s was not kept: %s", request.scenario, error.message)
+
+
+def _aborted(chunks: Sequence[Chunk]) -> Generation:
+    ids = [token for chunk in chunks for token in chunk.ids]
+    return Generation(
+        output_ids=np.asarray(ids, dtype=np.int32),
+        logprobs=np.asarray([value for chunk in chunks for value in chunk.logprobs], dtype=np.float32),
+        finish_reason=FinishReason.ABORT,
+        spans=chunks[-1].spans if chunks else (),
+    )
+
+
+def _max_tokens(house: House, prompt_ids: Ids, limit: int | None) -> int:
+    context = house.engines.context_length
+    if len(prompt_ids) == 0:
+        raise BadRequestError("the prompt has no tokens", code="empty_prompt")
+    room = context - len(prompt_ids)
+    if room < 1:
+        raise BadRequestError(
+            f"the prompt has {len(prompt_ids)} tokens, the model's context is {context}",
+            code="context_length_exceeded",
+        )
+    if limit is not None and limit > room:
+        raise BadRequestError(
+            f"the prompt has {len(prompt_ids)} tokens and max_tokens is {limit}; the model's context is {context}, "
+            f"so at most {room} can be sampled",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= house.template.vocab_size:
+        raise BadRequestError(f"prompt: ids must lie in 0..{house.template.vocab_size - 1}", param="prompt")
+    return limit or room
+
+
+@contextlib.contextmanager
+def _in_flight(house: House) -> Iterator[None]:
+    if house.num_in_flight >= house.config.reef.max_in_flight:
+        raise BusyError(f"{house.num_in_flight} requests are in work already (reef.max-in-flight)", retry_after_s=1)
+    house.num_in_flight += 1
+    try:
+        yield
+    finally:
+        house.num_in_flight -= 1
+
+
+async def _unless_gone(http: HttpRequest, work: asyncio.Task[tuple[Generation, ...]]) -> tuple[Generation, ...]:
+    gone = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ClientGoneError("the client closed its connection")
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,252 @@
+"""One service from start to stop: what is started in which order, and ended in the reverse one.
+
+lock, log, ledger, port -> HTTP answers (503) -> engine and trainer, side by side -> recovery -> ready
+stop: no new requests -> dispatcher ends its step -> trainer -> engine -> ledger, lock
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+from sqlalchemy import Connection
+
+from reef.chat.template import Template
+from reef.config import Config
+from reef.dispatcher import Dispatcher
+from reef.engines.pool import Engines
+from reef.errors import ConfigError
+from reef.ledger import releases, scenarios
+from reef.ledger.ledger import Ledger, RunLock
+from reef.observe import Metrics, log, set_up_logging
+from reef.service import leftovers
+from reef.service.app import create_app
+from reef.service.house import House
+from reef.storage import Storage, release_id
+from reef.training.manifest import content_id_of
+from reef.types import Operation, Published, Release
+
+GRACE_S = 10  # that requests in work may take once the service stops
+Announce = Callable[[str], None]
+
+
+async def serve(config: Config, announce: Announce) -> int:
+    """Run until a signal, or until start-up fails; the exit status. Everything it started has ended when it returns.
+
+    Raises:
+        ReefError: it could not even begin (run directory in use, port in use, an unusable ledger).
+    """
+    run_dir = config.reef.run_dir
+    _make(run_dir)
+    set_up_logging(config.reef.log_level, config.logs_dir / "reef.log")
+    with contextlib.ExitStack() as stack:
+        lock = RunLock(run_dir)
+        stack.callback(lock.release)
+        if ended := leftovers.reap(run_dir):
+            announce(f"ended {ended} processes that the last service here left behind")
+        listener = stack.enter_context(_listen(config.reef.host, config.reef.port))
+        ledger = Ledger.open(config.ledger_url, config.reef.max_pending_writes)
+        stack.callback(ledger.close)
+        template = Template(config.inference.model_path)
+        stack.callback(template.close)
+        metrics = Metrics()
+        house = House(config, ledger, Engines(config, metrics), template, metrics)
+        return await _Run(house, listener, announce).until_stopped()
+
+
+class _Run:
+    """The part of a service's life in which HTTP answers."""
+
+    def __init__(self, house: House, listener: socket.socket, announce: Announce) -> None:
+        self._house = house
+        self._config = house.config
+        self._announce = announce
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._server = _Server(
+            uvicorn.Config(
+                create_app(house),
+                http="httptools",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=GRACE_S,
+                backlog=4096,
+            )
+        )
+        self._loop_task: asyncio.Task[None] | None = None
+
+    async def until_stopped(self) -> int:
+        self._handle_signals()
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
+        host, port = self._listener.getsockname()[:2]
+        url = f"http://{host}:{port}"
+        self._announce(f"listening on {url}, logs in {self._config.logs_dir}")
+        starting = asyncio.create_task(self._start(), name="start")
+        (self._config.reef.run_dir / "service.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        stopping = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and not starting.cancelled() and (error := starting.exception()) is not None:
+                self._house.failure = str(error)
+                log.error("start-up failed", exc_info=error)
+                self._announce(f"failed to start: {error}")
+                return 1
+            if starting.done():
+                self._announce(f"ready: {url}")
+            await stopping
+            return 0
+        finally:
+            self._announce("stopping")
+            await self._end(starting, stopping, serving)
+            self._announce("stopped")
+
+    async def _start(self) -> None:
+        house, config = self._house, self._config
+        storage = await self._open_storage()
+        head = await self._head(storage)
+        self._announce(f"starting the engine with release {head.id}")
+        async with asyncio.timeout(config.reef.ready_timeout), asyncio.TaskGroup() as group:
+            group.create_task(house.engines.start(storage.published(head)))
+            if house.trains:
+                group.create_task(self._start_training(storage))
+        if head.operation is Operation.BASE:
+            await house.engines.verify(storage.base)
+        leftovers.record(config.reef.run_dir, self._pids())
+        if house.dispatcher is not None:
+            self._loop_task = asyncio.create_task(self._train(house.dispatcher), name="dispatcher")
+        house.waiting_for = None
+
+    async def _start_training(self, storage: Storage) -> None:
+        from reef.training.cluster import Trainer  # imports Ray: not for a service that only records
+
+        house, config = self._house, self._config
+        self._announce("starting Ray and the Megatron workers")
+        trainer = Trainer(config, config.inference.model_path)
+        house.dispatcher = Dispatcher(config, house.ledger, house.engines, trainer, storage, house.metrics)
+        await house.dispatcher.start()
+        self._announce("trainer is at the head of the chain")
+
+    async def _train(self, dispatcher: Dispatcher) -> None:
+        """Supervises the loop: if it ends by a fault of ours, serving goes on and status says so."""
+        try:
+            await dispatcher.run()
+        except Exception as error:  # noqa: BLE001 - the supervisor
+            dispatcher.error = f"training stopped: {error}"
+            log.error("training stopped", exc_info=error)
+
+    async def _open_storage(self) -> Storage:
+        house = self._house
+        path = self._config.inference.model_path.absolute()
+        base = Published(
+            release_id=release_id(house.ledger, 0),
+            path=str(path),
+            content_id=await asyncio.to_thread(content_id_of, path),
+            size_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+            probe=None,
+        )
+        house.storage = Storage(self._config, house.ledger, base)
+        return house.storage
+
+    async def _head(self, storage: Storage) -> Release:
+        """The release to begin with; recipe.scenario is created here where it is new."""
+        config, ledger = self._config, self._house.ledger
+
+        def begin(connection: Connection) -> Release:
+            name = config.recipe.scenario
+            if name is not None:
+                scenarios.create(connection, name, config.recipe.implementation, storage.base_release(name).created_at)
+                scenarios.set_training(connection, name)
+            name = scenarios.training(connection)
+            if name is None:
+                return storage.base_release("")
+            head = releases.head(connection, name)
+            if head is None:
+                head = storage.base_release(name)
+                releases.append(connection, head)
+            return head
+
+        head = await ledger.write(begin)
+        if head.scenario:
+            base = (await ledger.read(releases.chain, head.scenario, 1, 1))[0]
+            if base.content_id != storage.base.content_id:
+                raise ConfigError(
+                    f"inference.model-path holds {storage.base.content_id}, this run directory began with "
+                    f"{base.content_id}: use the same model, or another reef.run-dir"
+                )
+        await storage.clean(head.scenario or None)
+        return head
+
+    async def _end(
+        self, starting: asyncio.Task[None], stopping: asyncio.Task[bool], serving: asyncio.Task[None]
+    ) -> None:
+        for task in (starting, stopping):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+        self._house.waiting_for = "nothing: the service is stopping"
+        self._server.should_exit = True
+        await serving
+        dispatcher = self._house.dispatcher
+        if dispatcher is not None:
+            dispatcher.stop()
+            if self._loop_task is not None:
+                await self._loop_task
+            await dispatcher.close()
+        await self._house.engines.stop()
+        if self._house.background:
+            await asyncio.wait(self._house.background)
+
+    def _pids(self) -> Iterator[int]:
+        if (engine := self._house.engines.describe()["pid"]) is not None:
+            yield engine
+        if self._house.dispatcher is not None:
+            yield from self._house.dispatcher.worker_pids()
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():  # the second one: at once; engine and workers end with this process
+            os._exit(130)
+        self._announce("stopping after the work in hand; once more to stop at once")
+        self._stop.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals are this file's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _make(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"reef.run-dir {run_dir} cannot be written: {error.strerror}") from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (reef.host, reef.port)") from None
+    listener.listen(4096)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,154 @@
+"""Scenarios and their release chains."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from reef.errors import BadRequestError, ConflictError
+from reef.ledger import releases, reports, scenarios
+from reef.ledger.scenarios import Scenario
+from reef.service.house import House
+from reef.service.http import body_schema, house_of, json_response, read_body
+from reef.service.wire import ReportBody, ScenarioBody, UpdateBody, parse, parse_json
+from reef.types import Release, ReportState
+
+router = APIRouter(prefix="/reef/scenarios")
+MAX_RELEASES = 1000
+
+
+@router.get("")
+async def list_scenarios(http: HttpRequest) -> Response:
+    house = house_of(http)
+    found = await house.ledger.read(scenarios.all_of)
+    training = await house.ledger.read(scenarios.training)
+    return json_response({"scenarios": [_show(scenario, training, house) for scenario in found]})
+
+
+@router.post("", openapi_extra=body_schema(ScenarioBody))
+async def create_scenario(http: HttpRequest) -> Response:
+    """201 where it is new, 200 where it was there."""
+    house = house_of(http)
+    body = parse(ScenarioBody, await read_body(http))
+    scenario, created = await house.create_scenario(body.name, body.recipe)
+    training = await house.ledger.read(scenarios.training)
+    return json_response(_show(scenario, training, house), 201 if created else 200)
+
+
+@router.get("/{name}")
+async def get_scenario(name: str, http: HttpRequest) -> Response:
+    house = house_of(http)
+    scenario = await house.ledger.read(scenarios.get, name)
+    training = await house.ledger.read(scenarios.training)
+    pending = await house.ledger.read(reports.count, name, ReportState.PENDING)
+    reserved = await house.ledger.read(reports.count, name, ReportState.RESERVED)
+    head = await house.ledger.read(releases.head, name)
+    shown = _show(scenario, training, house)
+    shown.update(pending=pending, reserved=reserved, head=head.id if head else None)
+    return json_response(shown)
+
+
+@router.get("/{name}/contract")
+async def contract(name: str, http: HttpRequest) -> Response:
+    """What the scenario accepts: how its reports are batched, and the schema of one."""
+    house = house_of(http)
+    scenario = await house.ledger.read(scenarios.get, name)
+    return json_response(
+        {
+            "scenario": scenario.name,
+            "recipe": scenario.recipe,
+            "config": house.config.recipe.config.model_dump(mode="json", by_alias=True),
+            "model": house.config.inference.model_path.name,
+            "context_length": house.engines.context_length,
+            "report": ReportBody.model_json_schema(),
+        }
+    )
+
+
+@router.post("/{name}/update", openapi_extra=body_schema(UpdateBody))
+async def update(name: str, http: HttpRequest) -> Response:
+    """Set the mode (auto, manual), or ask for one update in manual mode; also ends a pause of the training."""
+    house = house_of(http)
+    body = parse(UpdateBody, await read_body(http))
+    scenario = await house.ledger.read(scenarios.get, name)
+    training = await house.ledger.read(scenarios.training)
+    if house.dispatcher is None or name != training:
+        raise ConflictError(f"scenario {name} does not train here", code="not_training")
+    if body.mode is not None:
+        await house.ledger.write(scenarios.set_mode, name, body.mode)
+    else:
+        house.dispatcher.update_now()
+    house.dispatcher.resume()
+    scenario = await house.ledger.read(scenarios.get, name)
+    return json_response(_show(scenario, training, house))
+
+
+@router.get("/{name}/releases")
+async def list_releases(name: str, http: HttpRequest) -> Response:
+    """The chain, newest first. `?limit=` (100) and `?before=` NUMBER page through it."""
+    house = house_of(http)
+    await house.ledger.read(scenarios.get, name)
+    limit = _number(http, "limit", 100, MAX_RELEASES)
+    before = _number(http, "before", None, None)
+    chain = await house.ledger.read(releases.chain, name, limit or 100, before)
+    results = await house.ledger.read(releases.evaluations_of, [release.id for release in chain])
+    head = await house.ledger.read(releases.head, name)
+    shown = [_show_release(release, head, results.get(release.id, [])) for release in chain]
+    return json_response({"scenario": name, "releases": shown})
+
+
+@router.get("/{name}/releases/{release_id}/lineage")
+async def lineage(name: str, release_id: str, http: HttpRequest) -> Response:
+    """The batch, reports and receipts that made a release."""
+    return json_response(await house_of(http).ledger.read(releases.lineage, name, release_id))
+
+
+@router.post("/{name}/releases/{release_id}/evaluations")
+async def add_evaluation(name: str, release_id: str, http: HttpRequest) -> Response:
+    """Store a held-out result (any JSON object) on a release."""
+    body = parse_json(await read_body(http))
+    await house_of(http).ledger.write(releases.add_evaluation, name, release_id, dict(body), time.time())
+    return json_response({"release_id": release_id, "stored": True}, 201)
+
+
+def _show(scenario: Scenario, training: str | None, house: House) -> dict[str, Any]:
+    return {
+        "name": scenario.name,
+        "recipe": scenario.recipe,
+        "mode": scenario.mode,
+        "trains": house.trains and scenario.name == training,
+        "created_at": scenario.created_at,
+    }
+
+
+def _show_release(release: Release, head: Release | None, results: list[Any]) -> dict[str, Any]:
+    return {
+        "release_id": release.id,
+        "parent_release_id": release.parent,
+        "number": release.number,
+        "content_id": release.content_id,
+        "operation": release.operation.value,
+        "step": release.step,
+        "policy_version": release.policy_version,
+        "batch_id": release.batch_id,
+        "checkpoint": release.checkpoint,
+        "restorable": release.restorable,
+        "current": head is not None and release.id == head.id,
+        "verified_at": release.verified_at,
+        "created_at": release.created_at,
+        "metrics": dict(release.metrics),
+        "evaluations": results,
+    }
+
+
+def _number(http: HttpRequest, name: str, default: int | None, most: int | None) -> int | None:
+    text = http.query_params.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or (most is not None and not 1 <= int(text) <= most):
+        raise BadRequestError(
+            f"{name}: expected a whole number{f' up to {most}' if most else ''}, got {text!r}", param=name
+        )
+    return int(text)

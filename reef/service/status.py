@@ -1,0 +1,91 @@
+"""Alive, ready, and what is going on."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from reef.ledger import batches, releases, reports, scenarios
+from reef.service.house import House
+from reef.service.http import house_of, json_response
+from reef.types import ReportState
+
+router = APIRouter()
+
+
+@router.get("/healthz")
+async def healthz(http: HttpRequest) -> Response:
+    """The process answers: during a step, a load and a restart too."""
+    return json_response({"status": "ok", "uptime_s": round(time.time() - house_of(http).started_at, 3)})
+
+
+@router.get("/readyz")
+async def readyz(http: HttpRequest) -> Response:
+    """200 once requests can be answered; before, 503 with what it waits for."""
+    house = house_of(http)
+    if house.failure is not None:
+        return json_response({"ready": False, "error": house.failure}, 503)
+    if house.waiting_for is not None:
+        return json_response({"ready": False, "waiting_for": house.waiting_for}, 503, {"retry-after": "1"})
+    if house.engines.state != "ready":
+        return json_response({"ready": False, "waiting_for": f"the engine ({house.engines.state})"}, 503)
+    return json_response({"ready": True})
+
+
+@router.get("/metrics")
+async def metrics(http: HttpRequest) -> Response:
+    """Prometheus text format."""
+    return Response(house_of(http).metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/reef/status")
+async def status(http: HttpRequest) -> Response:
+    """The step in flight, the queue, the engine and its release, disk use, errors."""
+    house = house_of(http)
+    training = await house.ledger.read(scenarios.training)
+    return json_response(
+        {
+            "ready": house.waiting_for is None,
+            "waiting_for": house.waiting_for,
+            "failure": house.failure,
+            "uptime_s": round(time.time() - house.started_at, 3),
+            "run_dir": str(house.config.reef.run_dir.absolute()),
+            "in_flight": house.num_in_flight,
+            "scenario": await _queue(house, training) if training is not None else None,
+            "training": await _training(house),
+            "engines": [house.engines.describe()],
+            "disk": await run_in_threadpool(house.storage.disk_use) if house.storage is not None else None,
+        }
+    )
+
+
+async def _queue(house: House, name: str) -> dict[str, Any]:
+    head = await house.ledger.read(releases.head, name)
+    return {
+        "name": name,
+        "head": head.id if head else None,
+        "served": house.engines.served,
+        "step": head.step if head else 0,
+        "pending": await house.ledger.read(reports.count, name, ReportState.PENDING),
+        "reserved": await house.ledger.read(reports.count, name, ReportState.RESERVED),
+        "batch_size": house.config.recipe.config.batch_size,
+        "max_staleness": house.config.recipe.config.max_staleness,
+    }
+
+
+async def _training(house: House) -> dict[str, Any] | None:
+    dispatcher = house.dispatcher
+    if dispatcher is None:
+        return None
+    batch = dispatcher.batch
+    return {
+        "phase": dispatcher.phase,
+        "batch_id": batch.id if batch else None,
+        "attempt": batch.attempt if batch else None,
+        "batch_error": await house.ledger.read(batches.error_of, batch.id) if batch else None,
+        "paused": dispatcher.paused,
+        "error": dispatcher.error,
+    }

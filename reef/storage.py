@@ -1,0 +1,128 @@
+"""The directories that the ledger names: weights and trainer checkpoints. What is kept, and what is a left-over.
+
+A directory is named by its release. The ledger forgets one before it is removed, so a crash in between leaves a
+directory that nobody names, and `clean` removes those at start.
+"""
+
+import asyncio
+import dataclasses
+import shutil
+import time
+from pathlib import Path
+
+from reef.config import Config
+from reef.ledger import releases
+from reef.ledger.ledger import Ledger
+from reef.observe import log
+from reef.training.manifest import read_manifest
+from reef.types import Operation, Probe, Published, Release
+
+
+class Storage:
+    """Where releases and checkpoints of one run directory lie."""
+
+    def __init__(self, config: Config, ledger: Ledger, base: Published) -> None:
+        self._ledger = ledger
+        self._keep = config.storage.keep
+        self._keep_checkpoints = config.storage.keep_checkpoints
+        self.releases_dir = config.releases_dir.absolute()
+        self._checkpoints = config.checkpoints_dir.absolute()
+        self.replays_dir = config.reef.run_dir.absolute() / "replay"
+        self.base = base
+        for directory in (self.releases_dir, self._checkpoints):
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def release_id(self, number: int) -> str:
+        return release_id(self._ledger, number)
+
+    def checkpoint_path(self, release_id: str) -> Path:
+        return self._checkpoints / release_id
+
+    def set_base_probe(self, probe: Probe) -> None:
+        """What the trainer says of the base, once it has started: the engine must agree."""
+        self.base = dataclasses.replace(self.base, probe=probe)
+
+    def base_release(self, scenario: str) -> Release:
+        """The first link of a scenario's chain: the model as it came."""
+        return Release(
+            id=self.base.release_id,
+            scenario=scenario,
+            number=0,
+            parent=None,
+            content_id=self.base.content_id,
+            operation=Operation.BASE,
+            policy_version=0,
+            step=0,
+            batch_id=None,
+            path=self.base.path,
+            checkpoint=None,
+            restorable=True,
+            created_at=time.time(),
+        )
+
+    def published(self, release: Release) -> Published:
+        """A release's weights as an engine loads them. Raises LedgerError where they are not whole on disk."""
+        return self.base if release.operation is Operation.BASE else read_manifest(Path(release.path))
+
+    async def newest_checkpoint(self, scenario: str) -> Release | None:
+        """The newest release whose checkpoint is complete on disk."""
+        for release in await self._ledger.read(releases.checkpoints, scenario):
+            if release.checkpoint is not None and (Path(release.checkpoint) / "COMPLETE").is_file():
+                return release
+        return None
+
+    async def prune(self, scenario: str) -> None:
+        """Remove what is beyond `storage.keep` and `storage.keep-checkpoints`; the head and the base always stay."""
+        with_checkpoint = await self._ledger.read(releases.checkpoints, scenario)
+        for release in with_checkpoint[self._keep_checkpoints :]:
+            await self._ledger.write(releases.set_checkpoint, release.id, None)
+            await asyncio.to_thread(self.remove, self.checkpoint_path(release.id))
+        kept = {release.id for release in with_checkpoint[: self._keep_checkpoints]}
+        on_disk = await self._ledger.read(releases.restorable, scenario)
+        old = [
+            release
+            for release in on_disk[self._keep :]
+            if release.id not in kept and release.operation is not Operation.BASE
+        ]
+        if old:
+            await self._ledger.write(releases.forget_weights, [release.id for release in old])
+        for release in old:
+            await asyncio.to_thread(self.remove, Path(release.path))
+
+    async def clean(self, scenario: str | None) -> None:
+        """Remove directories that no release names: what a killed service left half done."""
+        named = await self._ledger.read(releases.named_paths, scenario) if scenario is not None else set()
+        self.remove(self.replays_dir)
+        for parent in (self.releases_dir, self._checkpoints):
+            for path in sorted(parent.iterdir()):
+                if str(path) not in named:
+                    log.info("removing left-over %s", path)
+                    self.remove(path)
+
+    def remove(self, path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def disk_use(self) -> dict[str, int]:
+        """Bytes on disk by kind, for status."""
+        return {
+            "releases_bytes": _size(self.releases_dir),
+            "checkpoints_bytes": _size(self._checkpoints),
+            "free_bytes": shutil.disk_usage(self.releases_dir).free,
+        }
+
+
+def release_id(ledger: Ledger, number: int) -> str:
+    return f"{ledger.run_id}-{number:06d}"
+
+
+def _size(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # pruned meanwhile
+            continue
+    return total

@@ -1,0 +1,255 @@
+"""The trainer as the dispatcher sees it, and the only door to Ray: a placement group with one actor per rank.
+
+Without RAY_ADDRESS a cluster of this process's own is started, bound to loopback; it ends with this process, however
+that ends. With RAY_ADDRESS an existing one is joined and left running.
+
+Calls block. One thread at a time may use a `Trainer`, and not always the same one.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# Read by Ray when it is imported: listen on loopback only, and tell nobody.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from reef.config import Config
+from reef.errors import ReefError, WorkersLostError
+from reef.training.actor import WorkerActor, WorkerSpec
+from reef.training.architecture import check_layout, read_architecture
+from reef.training.settings import settings
+from reef.types import Batch, Floats, Ids, Probe, Published, StepResult
+
+OBJECT_STORE_BYTES = 128 * 2**20  # holds batches; weights travel over the disk
+LONGEST_TEMP_DIR = 40  # bytes; Ray makes sockets 60 below it, and their paths may have 107
+
+
+class Trainer:
+    """Owns the workers that hold one policy.
+
+    Every method but `start`, `restart` and `stop` raises WorkersLostError when a worker died, failed, or did not answer
+    in time. All workers have ended by then: `restart`, then `restore` or step on from the base weights.
+    """
+
+    def __init__(self, config: Config, model_path: Path) -> None:
+        """Check that the model can be trained in this layout; start nothing.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        self._config = config
+        self._model_path = model_path.absolute()
+        self._settings = settings(config)
+        self._world_size = config.training.layout.world_size
+        self._timeout_s = config.training.step_timeout_s
+        check_layout(read_architecture(model_path), config.training.layout)
+        self._workers: list[Any] = []
+        self._group: Any = None
+        self._temp_dir: Path | None = None
+        # The kernel ends Ray's processes with the thread that started them, so that thread must live as long as they.
+        self._starter: ThreadPoolExecutor | None = None
+
+    def start(self) -> None:
+        """Start (or join) Ray and the workers, with the base model's weights.
+
+        Raises:
+            ConfigError: the model's files are not what config.json says.
+            WorkersLostError: they were not ready within `training.ready-timeout`.
+        """
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="reef-ray")
+        try:
+            self._starter.submit(self._connect).result()
+            self._start_workers()
+        except BaseException:
+            self.stop()
+            raise
+
+    def restart(self) -> None:
+        """Replace the workers by fresh ones with the base model's weights. Raises what `start` raises."""
+        self._end_workers()
+        self._start_workers()
+
+    def stop(self) -> None:
+        """End the workers, and Ray where it was started here. Safe to call at any time, and twice."""
+        self._end_workers()
+        if self._starter is not None:
+            self._starter.submit(ray.shutdown).result()
+            self._starter.shutdown()
+            self._starter = None
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+            self._temp_dir = None
+
+    def step(self, batch: Batch) -> StepResult:
+        """Take one optimizer step.
+
+        Raises:
+            StepFailedError: the gradient is not finite; nothing has moved.
+            WorkersLostError: also when it took longer than `training.step-timeout-s`.
+        """
+        result: StepResult = self._first("step", batch)
+        return result
+
+    def publish(self, release_id: str, directory: Path) -> Published:
+        """Write the current weights to `directory`/`release_id`, complete or not at all, with the probe's answer."""
+        published: Published = self._first("publish", release_id, directory.absolute())
+        return published
+
+    def probe(self) -> Probe:
+        """The probe sequence and the current weights' log-probabilities of it."""
+        probe: Probe = self._first("probe")
+        return probe
+
+    def logprobs(self, sequences: Sequence[Ids], temperature: float) -> list[Floats]:
+        """The current weights' log-probabilities [T-1] of ids[1:] of each sequence, which has at least 2 ids."""
+        found: list[Floats] = self._first("logprobs", list(sequences), temperature)
+        return found
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint; complete once this returns."""
+        self._call("save", directory.absolute())
+
+    def restore(self, directory: Path) -> int:
+        """Go back to a checkpoint; return the optimizer steps done by then.
+
+        Raises:
+            LoadFailedError: the checkpoint is not complete.
+        """
+        steps: int = self._first("restore", directory.absolute())
+        return steps
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers, by rank."""
+        pids: list[int] = self._gather([worker.pid.remote() for worker in self._workers], "pid", self._timeout_s)
+        return pids
+
+    def _connect(self) -> None:
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of what is meant here, e.g. of this thread
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(log_to_driver=False, configure_logging=False)
+            return
+        # Else Ray keeps a token for its own use in the user's home.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        parent = tempfile.gettempdir()
+        self._temp_dir = Path(
+            tempfile.mkdtemp(prefix="reef-", dir=parent if len(parent) < LONGEST_TEMP_DIR else "/tmp")
+        )
+        ray.init(
+            address="local",
+            num_cpus=self._world_size,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(self._temp_dir),
+            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        )
+
+    def _start_workers(self) -> None:
+        deadline = time.monotonic() + self._config.training.ready_timeout
+        bundle: dict[str, float] = {"CPU": 1.0}
+        if ray.cluster_resources().get("GPU", 0) >= self._world_size:
+            bundle["GPU"] = 1.0
+        self._group = placement_group([bundle] * self._world_size)
+        if not self._group.wait(max(0.0, deadline - time.monotonic())):
+            raise WorkersLostError(f"Ray has no room for {self._world_size} workers of {bundle} each")
+        remote = ray.remote(WorkerActor)
+        self._workers = [
+            remote.options(
+                num_cpus=1,
+                num_gpus=bundle.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            ).remote()
+            for index in range(self._world_size)
+        ]
+        rendezvous = Path(tempfile.mkdtemp(prefix="ranks-", dir=self._rendezvous_dir())) / "store"
+        calls = []
+        for rank, worker in enumerate(self._workers):
+            spec = WorkerSpec(
+                rank=rank,
+                world_size=self._world_size,
+                model_path=self._model_path,
+                rendezvous=rendezvous,
+                settings=self._settings,
+                micro_batch_tokens=self._config.training.micro_batch_tokens,
+            )
+            calls.append(worker.start.remote(spec, self._log_path(rank), self._environment()))
+        self._gather(calls, "start", max(0.0, deadline - time.monotonic()))
+        shutil.rmtree(rendezvous.parent, ignore_errors=True)
+
+    def _rendezvous_dir(self) -> Path:
+        """Where ranks meet: beside Ray's own files, or, when they may be on several machines, in the run directory."""
+        if self._temp_dir is not None:
+            return self._temp_dir
+        run_dir = self._config.reef.run_dir.absolute()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return run_dir
+
+    def _environment(self) -> dict[str, str]:
+        """Ranks on one machine speak over loopback; on several, gloo and nccl find their own interface."""
+        return {"GLOO_SOCKET_IFNAME": "lo"} if self._temp_dir is not None else {}
+
+    def _log_path(self, rank: int) -> Path:
+        return self._config.logs_dir.absolute() / f"trainer-{rank}.log"
+
+    def _end_workers(self) -> None:
+        for worker in self._workers:
+            with suppress(RayError, ValueError):  # ended already
+                ray.kill(worker)
+        self._workers = []
+        if self._group is not None:
+            with suppress(RayError):
+                remove_placement_group(self._group)
+            self._group = None
+
+    def _first(self, method: str, *args: Any) -> Any:
+        """The answer of the first rank that has one."""
+        return next(answer for answer in self._call(method, *args) if answer is not None)
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        if not self._workers:
+            raise WorkersLostError(f"{method}: there are no training workers (not started, or lost and not restarted)")
+        shared = [ray.put(arg) for arg in args]
+        return self._gather([w.call.remote(method, *shared) for w in self._workers], method, self._timeout_s)
+
+    def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
+        """Each rank's answer. An error of ours is raised once every rank is done; any other ends the workers."""
+        deadline = time.monotonic() + timeout_s
+        answers: dict[Any, Any] = {}
+        refused: ReefError | None = None
+        pending = list(calls)
+        while pending:
+            ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._lost(f"{method}: no answer within {timeout_s:g} s")
+            try:
+                answers[ready[0]] = ray.get(ready[0])
+            except RayTaskError as error:
+                if not isinstance(error.cause, ReefError):
+                    raise self._lost(f"{method} of rank {calls.index(ready[0])} failed: {error.cause!r}") from error
+                refused = error.cause
+            except RayError as error:
+                raise self._lost(f"{method}: rank {calls.index(ready[0])} died") from error
+        if refused is not None:
+            raise refused
+        return [answers[call] for call in calls]
+
+    def _lost(self, what: str) -> WorkersLostError:
+        self._end_workers()
+        return WorkersLostError(f"{what}; the workers were ended; their logs: {self._config.logs_dir}/trainer-*.log")

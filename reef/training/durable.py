@@ -1,0 +1,42 @@
+"""Files and directories that are whole after a crash, or not there."""
+
+import os
+import shutil
+from pathlib import Path
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def begin(directory: Path) -> Path:
+    """An empty directory beside `directory`, to be filled and handed to `finish`. One left by a crash is removed."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def finish(partial: Path, directory: Path) -> None:
+    """Give a filled directory its name, in the place of one that had it."""
+    sync(partial)
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    partial.rename(directory)
+    sync(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""Passes over microbatches through Megatron's schedule: one that trains, one that only scores.
+
+Shape letters: B rows, T padded length, V vocabulary entries of this tensor rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from reef.methods.base import Method
+from reef.training import device
+from reef.training.megatron import Policy
+from reef.training.packing import Microbatch
+from reef.types import Floats
+
+Loss = Callable[[Microbatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def train_pass(policy: Policy, microbatches: Sequence[Microbatch], method: Method) -> dict[str, float]:
+    """Accumulate the gradient of sum(weight * token_loss) over all microbatches of all ranks.
+
+    Every rank must bring the same number of microbatches.
+
+    Returns:
+        `loss`, `num_tokens`, the method's metrics averaged over trained tokens, and the distance between the engine's
+        and the trainer's log-probabilities (`train_rollout_logprob_abs_diff`, `..._max`): the same on every rank.
+    """
+    policy.model.train()
+    passed = _run(policy, microbatches, partial(_train_loss, method), forward_only=False)
+    return _reduce(passed)
+
+
+@torch.no_grad()
+def score_pass(policy: Policy, microbatch: Microbatch) -> Floats | None:
+    """Log-probabilities [B, T] of each row's next tokens; None on ranks without the last pipeline stage."""
+    policy.model.eval()
+    passed = _run(policy, [microbatch], _score, forward_only=True)
+    return passed[0]["logprobs"].cpu().numpy() if passed else None
+
+
+def _run(
+    policy: Policy, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool
+) -> list[dict[str, torch.Tensor]]:
+    """Megatron's schedule; returns what `loss` reported per microbatch, on the last pipeline stage."""
+
+    def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        microbatch = next(batches)
+        with device.model_calls():
+            output = model(
+                microbatch.ids, microbatch.positions, _causal_mask(microbatch.ids.shape[1], microbatch.ids.device)
+            )
+        return output, partial(_apply, loss, microbatch)
+
+    with device.megatron_calls():
+        passed: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=[policy.model],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].ids.shape[1],
+            micro_batch_size=microbatches[0].ids.shape[0],
+            forward_only=forward_only,
+        )
+    return passed
+
+
+@lru_cache(maxsize=64)
+def _causal_mask(length: int, where: torch.device) -> torch.Tensor:
+    """[1, 1, T, T], True where a position may not look. The local spec would make the same one, on CUDA only."""
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=where).triu(1)
+
+
+def _apply(
+    loss: Loss, microbatch: Microbatch, logits_BTV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    with device.model_calls():
+        total, reported = loss(microbatch, logits_BTV)
+        # The count of tokens is Megatron's way to a mean; the weights have made the mean already.
+        return total, torch.zeros((), dtype=torch.int, device=total.device), reported
+
+
+def token_logprobs(microbatch: Microbatch, logits_BTV: torch.Tensor) -> torch.Tensor:
+    """Log-probability [B, T] of each next token at its row's temperature, in float32; over all tensor ranks."""
+    # The division also makes the copy that Megatron's cross-entropy needs: it overwrites float32 logits.
+    scaled = logits_BTV.float() / microbatch.temperature[..., None]
+    loss: torch.Tensor = vocab_parallel_cross_entropy(scaled, microbatch.targets)
+    return -loss
+
+
+def _score(microbatch: Microbatch, logits_BTV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs = token_logprobs(microbatch, logits_BTV)
+    return logprobs.sum(), {"logprobs": logprobs}
+
+
+def _train_loss(
+    method: Method, microbatch: Microbatch, logits_BTV: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs = token_logprobs(microbatch, logits_BTV)
+    mask = microbatch.mask
+    losses, values = method.token_loss(logprobs, microbatch.old_logprobs, microbatch.advantages, mask)
+    total = (losses * microbatch.weights).sum()
+    gap = (logprobs.detach() - microbatch.old_logprobs).abs() * mask
+    sums = {name: (value * mask).sum(dtype=torch.float64) for name, value in values.items()}
+    return total, {
+        "loss": total.detach().double(),
+        "num_tokens": mask.sum(dtype=torch.float64),
+        "train_rollout_logprob_abs_diff": gap.sum(dtype=torch.float64),
+        "train_rollout_logprob_abs_diff_max": gap.max().double(),
+        **sums,
+    }
+
+
+def _reduce(passed: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Add up over microbatches and ranks. A sum is counted once: by the last stage's first tensor rank."""
+    counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    names = _agree(list(passed[0]) if passed else [])
+    rows = [[reported[name] for name in names] for reported in passed] if counts else []
+    table = torch.tensor(rows or [[0.0] * len(names)], dtype=torch.float64, device=device.current())
+    sums, largest = table.sum(0), table.max(0).values
+    dist.all_reduce(sums)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    totals = dict(zip(names, sums.tolist(), strict=True))
+    tokens = max(totals["num_tokens"], 1.0)
+    means = {name: total / tokens for name, total in totals.items() if name not in ("loss", "num_tokens")}
+    means["train_rollout_logprob_abs_diff_max"] = largest.tolist()[names.index("train_rollout_logprob_abs_diff_max")]
+    return {"loss": totals["loss"], "num_tokens": totals["num_tokens"], **means}
+
+
+def _agree(names: list[str]) -> list[str]:
+    """The metrics' names on every rank: stages before the last have none of their own."""
+    if dist.get_world_size() == 1:
+        return names
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, names)
+    return next(found for found in gathered if found)

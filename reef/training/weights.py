@@ -1,0 +1,76 @@
+"""Hugging Face weights on disk: one safetensors file, or several with an index. Read in slices, never whole."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from reef.errors import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Which tensors a model directory holds, in which files and with which dtype."""
+
+    directory: Path
+    files: Mapping[str, str]  # file name by tensor name
+    dtypes: Mapping[str, torch.dtype]  # by tensor name
+    metadata: Mapping[str, dict[str, str]]  # each file's own, by file name
+
+    def read(self, name: str, split: int | None, rank: int, size: int) -> torch.Tensor:
+        """Read rank's part of a tensor, cut into `size` along dimension `split` (None: all of it).
+
+        Raises:
+            ConfigError: the tensor is not in the directory.
+        """
+        if name not in self.files:
+            raise ConfigError(f"{self.directory} has no tensor {name}", param="inference.model-path")
+        with safe_open(self.directory / self.files[name], framework="pt") as file:
+            if split is None or size == 1:
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+            view = file.get_slice(name)
+            length = view.get_shape()[split] // size
+            part = slice(rank * length, (rank + 1) * length)
+            sliced: torch.Tensor = view[part] if split == 0 else view[:, part]
+            return sliced
+
+
+def open_weights(model_path: Path) -> WeightFiles:
+    """Find the tensors of a model directory.
+
+    Raises:
+        ConfigError: there are no safetensors, a file named by the index is missing, or a dtype is not a float's.
+    """
+    index = model_path / INDEX_FILE
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    elif (model_path / SINGLE_FILE).is_file():
+        names = [SINGLE_FILE]
+    else:
+        raise ConfigError(f"{model_path} holds neither {SINGLE_FILE} nor {INDEX_FILE}", param="inference.model-path")
+    files: dict[str, str] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    metadata: dict[str, dict[str, str]] = {}
+    for file_name in names:
+        if not (model_path / file_name).is_file():
+            raise ConfigError(f"{index} names {file_name}, which is missing", param="inference.model-path")
+        with safe_open(model_path / file_name, framework="pt") as file:
+            metadata[file_name] = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in _DTYPES:
+                    raise ConfigError(
+                        f"{model_path / file_name}: {name} is {dtype}; Reef trains {', '.join(_DTYPES)}",
+                        param="inference.model-path",
+                    )
+                files[name] = file_name
+                dtypes[name] = _DTYPES[dtype]
+    return WeightFiles(model_path, files, dtypes, metadata)
