@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from reef.config import Config, load
+from reef.config import Config, load, split_flags
 from reef.errors import ConfigError, NotFoundError, ReefError, UnavailableError
 
 DEFAULT_FILE = Path("serve.yaml")
@@ -27,11 +27,11 @@ TIMEOUT_S = 30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status (0 done, 1 failed, 2 wrong usage or configuration)."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    settings, words = split_flags(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(words)
     try:
         path = arguments.config or (DEFAULT_FILE if DEFAULT_FILE.exists() else None)
-        config = load(path, rest)
+        config = load(path, settings)
         return int(arguments.run(arguments, config))
     except ConfigError as error:
         print(f"reef: {error.message}", file=sys.stderr)

@@ -273,13 +273,28 @@ def _from_environ(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
     ]
 
 
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into settings (`--section.key VALUE`, `--section.key=VALUE`) and the rest."""
+    settings: list[str] = []
+    others: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            others.append(word)
+            continue
+        settings.append(word)
+        if not equals and rest:
+            settings.append(rest.pop(0))
+    return settings, others
+
+
 def _from_flags(flags: Sequence[str]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     rest = list(flags)
     while rest:
         flag = rest.pop(0)
-        if not flag.startswith("--") or "." not in flag:
-            raise ConfigError(f"unknown argument {flag!r}: a setting is given as --section.key VALUE")
         name, equals, value = flag[2:].partition("=")
         if not equals:
             if not rest:

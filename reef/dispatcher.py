@@ -9,13 +9,20 @@ failure brings ledger, trainer and engine to the same release again.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from reef.config import Config
 from reef.engines.pool import Engines
-from reef.errors import LoadFailedError, OwnershipLostError, ReefError, StepFailedError, WorkersLostError
+from reef.errors import (
+    LoadFailedError,
+    OwnershipLostError,
+    ReefError,
+    StepFailedError,
+    UnavailableError,
+    WorkersLostError,
+)
 from reef.ledger import batches, releases, reports, scenarios
 from reef.ledger.ledger import Ledger
 from reef.methods.base import build
@@ -27,7 +34,7 @@ from reef.training.settings import settings
 from reef.types import Batch, Operation, Release
 
 T = TypeVar("T")
-COMMIT_RETRY_S = 1.0  # between tries of a commit that the database refused; the stepped state is kept meanwhile
+STORE_RETRY_S = 1.0  # between tries of what disk or database refused; the stepped state is kept meanwhile
 
 
 class Dispatcher:
@@ -52,6 +59,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._stopping = False
         self._update_asked = False
+        self._unloaded: Release | None = None  # committed, and no engine serves it yet
         self._wandb: WandbLog | None = None
         self.scenario: str | None = None
         self.phase = "starting"  # starting | recovering | waiting | reserving | stepping | committing | loading | ...
@@ -69,7 +77,7 @@ class Dispatcher:
         self._wake.set()
 
     def resume(self) -> None:
-        """Go on after `paused`."""
+        """Go on after `paused`: the head is loaded once more, then training continues."""
         self.paused = None
         self._wake.set()
 
@@ -102,6 +110,8 @@ class Dispatcher:
         """The loop. Ends after `stop`; an error that it cannot mend ends it too and is shown in status."""
         try:
             while not self._stopping:
+                if self._unloaded is not None and not self.paused:
+                    await self._load(self._unloaded)
                 batch = None if self.paused else await self._next_batch()
                 if batch is None:
                     await self._wait()
@@ -186,7 +196,9 @@ class Dispatcher:
             assert head is not None
             release_id = self._storage.release_id(head.number + 1)
             result = await asyncio.to_thread(self._trainer.step, batch)
-            published = await asyncio.to_thread(self._trainer.publish, release_id, self._storage.releases_dir)
+            published = await self._until_stored(
+                asyncio.to_thread, self._trainer.publish, release_id, self._storage.releases_dir
+            )
         except StepFailedError as error:
             await self._again(batch.id, error.message)
             return None
@@ -215,7 +227,7 @@ class Dispatcher:
             metrics={**result.metrics, **{f"seconds/{name}": value for name, value in result.seconds.items()}},
         )
         self.phase = "committing"
-        await self._until_stored(batches.commit, batch.id, release, release.created_at)
+        await self._until_stored(self._ledger.write, batches.commit, batch.id, release, release.created_at)
         self._metrics.releases.inc()
         self._metrics.step_seconds.labels("step").observe(stepped - started)
         self._metrics.step_seconds.labels("commit").observe(time.perf_counter() - stepped)
@@ -224,9 +236,11 @@ class Dispatcher:
 
     async def _load(self, release: Release) -> None:
         self.phase = "loading"
+        self._unloaded = release
         try:
             await self._engines.load(self._storage.published(release))
-            await self._until_stored(releases.set_verified, release.id, time.time())
+            await self._until_stored(self._ledger.write, releases.set_verified, release.id, time.time())
+            self._unloaded = None
         except LoadFailedError as error:
             self.paused = self.error = error.message
             log.error("training pauses: %s", error.message)
@@ -240,8 +254,8 @@ class Dispatcher:
 
     async def _checkpoint(self, release: Release) -> None:
         path = self._storage.checkpoint_path(release.id)
-        await asyncio.to_thread(self._trainer.save, path)
-        await self._until_stored(releases.set_checkpoint, release.id, str(path))
+        await self._until_stored(asyncio.to_thread, self._trainer.save, path)
+        await self._until_stored(self._ledger.write, releases.set_checkpoint, release.id, str(path))
 
     async def _replay(self) -> None:
         """From fresh workers at the base to the head's state; each replayed release must come out the same."""
@@ -263,26 +277,24 @@ class Dispatcher:
                 )
 
     async def _again(self, batch_id: str, error: str) -> None:
-        if await self._until_stored(batches.again, batch_id, error, time.time()):
+        if await self._until_stored(self._ledger.write, batches.again, batch_id, error, time.time()):
             log.warning("batch %s failed and is taken once more: %s", batch_id, error)
             return
         self._metrics.failed_batches.inc()
         self.error = f"batch {batch_id} failed twice, its samples are dropped: {error}"
         log.error(self.error)
 
-    async def _until_stored(self, op: Callable[..., T], *args: Any) -> T:
-        """A write that must not be lost: tried again until the database takes it."""
+    async def _until_stored(self, store: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Something that must not be lost: tried again until the disk and the database take it."""
         while True:
             try:
-                return await self._ledger.write(op, *args)
-            except OwnershipLostError:
-                raise
-            except ReefError as error:
-                if error.status != 503 or self._stopping:
+                return await store(*args)
+            except UnavailableError as error:
+                if self._stopping:
                     raise
                 self.error = error.message
-                log.warning("the ledger refused a write, trying again: %s", error.message)
-                await asyncio.sleep(COMMIT_RETRY_S)
+                log.warning("not stored, trying again: %s", error.message)
+                await asyncio.sleep(STORE_RETRY_S)
 
     async def _wait(self) -> None:
         self.phase = "waiting"

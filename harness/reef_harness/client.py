@@ -158,28 +158,28 @@ class Client:
         """Create a scenario, or return the one there is."""
         return await self._json("POST", "/reef/scenarios", body={"name": name}, idempotent=True)
 
-    async def releases(self, scenario: str | None = None) -> list[Release]:
-        """The scenario's chain, newest first."""
-        answer = await self._json("GET", f"/reef/scenarios/{_part(self._scenario(scenario))}/releases")
-        return [_release(entry) for entry in answer["releases"]]
+    async def releases(self, scenario: str | None = None, *, limit: int = 1000) -> list[Release]:
+        """The scenario's chain, newest first, at most ``limit`` links of it."""
+        path = f"/reef/scenarios/{_part(self._scenario(scenario))}/releases?limit={limit}"
+        return [_release(entry) for entry in (await self._json("GET", path))["releases"]]
 
     async def current_release(self, scenario: str | None = None) -> Release:
-        """The release being served."""
-        chain = await self.releases(scenario)
+        """The head of the chain: what the engine serves, or is about to load."""
+        chain = await self.releases(scenario, limit=20)
         for release in chain:
             if release.current:
                 return release
-        raise UnexpectedAnswer(f"none of the {len(chain)} releases of {self._scenario(scenario)!r} is current")
+        raise UnexpectedAnswer(f"none of the last {len(chain)} releases of {self._scenario(scenario)!r} is current")
 
     async def wait_for_release(self, scenario: str | None = None, *, after: str | None = None,
                                timeout_s: float = 300.0, poll_s: float = 0.25) -> Release:
-        """Wait until a release other than ``after`` (default: the one served now) is being served.
+        """Wait until the head of the chain is another release than ``after`` (default: the head there is now).
 
         Raises TimeoutError after ``timeout_s``.
         """
-        if after is None:
-            after = (await self.current_release(scenario)).id
         async with asyncio.timeout(timeout_s):
+            if after is None:
+                after = (await self.current_release(scenario)).id
             while True:
                 current = await self.current_release(scenario)
                 if current.id != after:

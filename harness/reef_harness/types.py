@@ -84,7 +84,7 @@ class ReportState:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One link of a scenario's chain. ``current`` marks the one being served; ``metrics`` are those of its step."""
+    """One link of a scenario's chain. ``current`` marks the head; ``metrics`` are those of its step."""
 
     id: str
     parent: str | None

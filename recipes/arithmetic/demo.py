@@ -48,10 +48,12 @@ class Curve:
 class Outcome:
     """Everything the demo measured."""
 
+    method: str
     before: Evaluation
     after: Evaluation
     curve: Curve
     chain: list[Release]  # newest first
+    releases: int  # made meanwhile
     rollouts: int
     seconds: float
 
@@ -61,11 +63,11 @@ def items(problems: Iterator[Problem]) -> Iterator[Item]:
     return (Item.from_text(problem.text, problem.text, str(problem.answer)) for problem in problems)
 
 
-async def learn(url: str, seed: int, releases: int, out: Path) -> Outcome:
+async def learn(url: str, seed: int, releases: int, records: Path) -> Outcome:
     """Measure, train for ``releases`` releases over HTTP, measure again. Raises KeyboardInterrupt after a Ctrl-C."""
     started = time.monotonic()
     held_out = list(items(iter(held_out_set(STEPS, NUM_HELD_OUT))))
-    curve: list[Evaluation] = []
+    between: list[Evaluation] = []
     async with Client(url, scenario=SCENARIO) as client:
 
         async def measure(name: str, count: int) -> Evaluation:
@@ -75,11 +77,12 @@ async def learn(url: str, seed: int, releases: int, out: Path) -> Outcome:
             await client.store_evaluation(result.release, {"set": f"held-out, {STEPS} steps", **result.summary()})
             return result
 
-        await client.create_scenario(SCENARIO)
+        method = (await client.create_scenario(SCENARIO))["recipe"]
+        num_before = len(await client.releases())
         before = await measure("held-out, before", NUM_HELD_OUT)
         with ReleaseBar(releases) as bar, GroupsDriver(
             client, items(train_stream(STEPS, seed)), FinalGrader(), max_tokens=MAX_TOKENS,
-            records=out / "rollouts.jsonl", progress=bar,
+            records=records, progress=bar,
         ) as driver:
             for point in range(1, NUM_CURVE_POINTS + 1):
                 async with finish_on_sigint(driver.stop):
@@ -87,20 +90,21 @@ async def learn(url: str, seed: int, releases: int, out: Path) -> Outcome:
                 if driver.stopping:
                     raise KeyboardInterrupt
                 if point < NUM_CURVE_POINTS:
-                    curve.append(await measure(f"held-out, {progress.releases} releases", NUM_CURVE))
+                    between.append(await measure(f"held-out, {progress.releases} releases", NUM_CURVE))
         after = await measure("held-out, after", NUM_HELD_OUT)
         chain = await client.releases()
     step = {release.id: release.step for release in chain}
-    points = sorted((step[e.release], e.accuracy, e.low, e.high) for e in (before, *curve, after))
+    points = sorted((step[e.release], e.accuracy, e.low, e.high) for e in (before, *between, after))
     rewards = sorted((step[release], sum(scores) / len(scores)) for release, scores in driver.rewards.items())
-    return Outcome(before, after, Curve(rewards, points), chain, progress.rollouts, time.monotonic() - started)
+    return Outcome(method, before, after, Curve(rewards, points), chain, len(chain) - num_before, progress.rollouts,
+                   time.monotonic() - started)
 
 
 def write_summary(path: Path, outcome: Outcome, seed: int) -> None:
     """Write the numbers, as JSON."""
     before, after = outcome.before, outcome.after
     summary = {
-        "method": "grpo",
+        "method": outcome.method,
         "seed": seed,
         "accuracy_before": before.accuracy,
         "accuracy_after": after.accuracy,
@@ -109,7 +113,7 @@ def write_summary(path: Path, outcome: Outcome, seed: int) -> None:
         "format_valid_after": after.format_valid,
         "held_out_problems": NUM_HELD_OUT,
         "seconds": round(outcome.seconds, 1),
-        "releases": len(outcome.chain) - 1,
+        "releases": outcome.releases,
         "rollouts": outcome.rollouts,
     }
     path.write_text(json.dumps(summary, indent=2) + "\n")
@@ -132,16 +136,25 @@ def share(evaluation: Evaluation) -> str:
            f"{evaluation.graded} problems)"
 
 
-def go_on(run_dir: Path, release: str) -> str:
-    """Three commands to go on with."""
-    reef = shlex.quote(str(Path(sys.executable).parent / "reef"))
+def go_on(url: str | None, run_dir: Path, records: Path) -> str:
+    """Three commands to go on with: serve from the last release (or list them), ask it, ask what an answer was for."""
+    reef = shlex.quote(short(Path(sys.executable).parent / "reef"))
+    at = f"--url {url}" if url else f"--reef.run-dir {shlex.quote(short(run_dir))}"
+    first = f"releases {SCENARIO} {at}" if url else f"serve -c serve.yaml {at}"
     body = json.dumps({"messages": [{"role": "user", "content": held_out_set(STEPS, 1)[0].text}], "max_tokens": 64})
+    with records.open() as lines:
+        receipt = next(row["receipt"] for row in map(json.loads, lines) if row["receipt"])
     return "\n".join((
-        f"  {reef} serve -c serve.yaml --reef.run-dir {shlex.quote(str(run_dir))}      # serve on from {release}",
-        f"  curl -i http://127.0.0.1:8080/v1/chat/completions -H 'content-type: application/json' "
+        f"  {reef} {first}",
+        f"  curl -i {url or 'http://127.0.0.1:8080'}/v1/chat/completions -H 'content-type: application/json' "
         f"-H 'x-reef-scenario: {SCENARIO}' -d {shlex.quote(body)}",
-        f"  {reef} releases {SCENARIO}",
+        f"  {reef} why {receipt} {at}",
     ))
+
+
+def short(path: Path) -> str:
+    """The path as seen from here, where it lies below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def fresh_run_dir(out: Path) -> Path:
@@ -151,7 +164,6 @@ def fresh_run_dir(out: Path) -> Path:
     if url and answers(url):
         raise ServiceFailed(f"a service at {url} still uses {run_dir}: stop it, or give the demo --url {url}")
     shutil.rmtree(run_dir, ignore_errors=True)
-    (out / "rollouts.jsonl").unlink(missing_ok=True)
     return run_dir
 
 
@@ -159,35 +171,37 @@ def demo(args: argparse.Namespace) -> None:
     """Run the whole demo and print what came of it."""
     started = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
+    summary, plot, records = (args.out / name for name in ("summary.json", "learning.png", "rollouts.jsonl"))
+    records.unlink(missing_ok=True)
     run_dir = args.out / "run"
     service: AbstractContextManager[str]
     if args.url:
         service = nullcontext(args.url.rstrip("/"))
     else:
         run_dir = fresh_run_dir(args.out)
-        print(f"starting reef serve (logs: {args.out / 'serve.log'})", flush=True)
+        print(f"starting reef serve (log: {short(args.out / 'serve.log')})", flush=True)
         service = running_service(ROOT / "serve.yaml", run_dir, say=lambda line: print(line, flush=True))
     with service as url:
-        outcome = asyncio.run(learn(url, args.seed, args.releases, args.out))
+        outcome = asyncio.run(learn(url, args.seed, args.releases, records))
         print("stopping the service" if not args.url else "done", flush=True)
 
-    write_summary(args.out / "summary.json", outcome, args.seed)
+    write_summary(summary, outcome, args.seed)
     gain = outcome.after.accuracy - outcome.before.accuracy
-    learning_curve(args.out / "learning.png", outcome.curve.rewards, outcome.curve.held_out,
+    learning_curve(plot, outcome.curve.rewards, outcome.curve.held_out,
                    f"Arithmetic, {STEPS} steps, seed {args.seed}: held-out accuracy {gain:+.2f} "
-                   f"in {len(outcome.chain) - 1} releases")
+                   f"in {outcome.releases} releases")
     print(f"""
 held-out accuracy, {STEPS}-step problems never trained on, one answer each at temperature 1
   before  {share(outcome.before)}
   after   {share(outcome.after)}
-  {len(outcome.chain) - 1} releases from {outcome.rollouts} graded rollouts; {time.monotonic() - started:.0f} s in all
+  {outcome.releases} releases from {outcome.rollouts} graded rollouts; {time.monotonic() - started:.0f} s in all
 
 the last releases
 {table(outcome.chain)}
 
-written: {args.out / 'summary.json'}, {args.out / 'learning.png'}, {args.out / 'rollouts.jsonl'}
+written: {short(summary)}, {short(plot)}, {short(records)}
 to go on:
-{go_on(run_dir, outcome.chain[0].id)}""")
+{go_on(args.url, run_dir, records)}""")
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reef_harness.graders import FinalGrader
+from reef_harness.graders import FinalGrader, Verdict
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
@@ -134,30 +134,71 @@ def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems
     return answers
 
 
+def grade(problem: Problem, answer: tuple[str, bool]) -> Verdict:
+    """Judge one answer from :func:`sample` as the service's clients do."""
+    text, finished = answer
+    return FinalGrader().grade(text, str(problem.answer), "stop" if finished else "length")
+
+
 def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, num_problems: int,
             seed: int) -> Measurement:
     """Grade the model's answers to held-out problems of ``steps`` steps."""
     model.eval()
     torch.manual_seed(seed)
     problems = held_out_set(steps, num_problems)
-    grader = FinalGrader()
 
-    def grades(num_samples: int) -> list[list[tuple[bool, bool]]]:
-        rows = zip(problems, sample(model, tokenizer, problems, num_samples), strict=True)
-        verdicts = [[grader.grade(text, str(p.answer), "stop" if finished else "length") for text, finished in answers]
-                    for p, answers in rows]
-        return [[(v.correct, v.format_valid) for v in row] for row in verdicts]
+    def verdicts(num_samples: int) -> list[list[Verdict]]:
+        answers = sample(model, tokenizer, problems, num_samples)
+        return [[grade(problem, answer) for answer in row] for problem, row in zip(problems, answers, strict=True)]
 
-    greedy, sampled = grades(0), grades(SAMPLES)
-    count = num_problems * SAMPLES
+    greedy, sampled = verdicts(0), verdicts(SAMPLES)
+    flat = [verdict for row in sampled for verdict in row]
     return Measurement(
         steps=steps,
         problems=num_problems,
-        pass_at_1=sum(correct for row in sampled for correct, _ in row) / count,
-        greedy=sum(row[0][0] for row in greedy) / num_problems,
-        pass_at_8=sum(any(correct for correct, _ in row) for row in sampled) / num_problems,
-        format_valid=sum(valid for row in sampled for _, valid in row) / count,
+        pass_at_1=sum(verdict.correct for verdict in flat) / len(flat),
+        greedy=sum(row[0].correct for row in greedy) / num_problems,
+        pass_at_8=sum(any(verdict.correct for verdict in row) for row in sampled) / num_problems,
+        format_valid=sum(verdict.format_valid for verdict in flat) / len(flat),
     )
+
+
+CARD = """# Starter model
+
+A Qwen3 of {parameters:,} parameters (float32, context {context}) that adds and subtracts, imperfectly. Made to show
+online learning on a laptop's CPU in minutes, and for nothing else.
+
+Made by `{command}` in {train_seconds:.0f} s on two
+CPU threads, from random weights and generated text alone: solutions of 1-8 steps from the training side of the task
+(`recipes/arithmetic/task.py`); no held-out problem was among them.
+
+**The headroom is planted.** {careless_share:.0%} of the solutions come from a careless writer, who forgets the
+borrow when subtracting {careless_from} or more across a ten (12-5=17). So the right habit and the wrong one are both
+in the model, and reinforcement learning has something to choose between. What a run gains here says that the loop
+works, not how much a model that nobody spoiled would gain.
+
+Measured on held-out problems ({problems} per class; pass@1 at temperature 1 over {samples} samples each):
+
+| steps | pass@1 | greedy | pass@8 | format valid |
+|---|---|---|---|---|
+{rows}
+
+The same numbers are in `card.json`. Prompts and answers look like this:
+
+    user       Start at 9. Subtract 4. Add 3.
+    assistant  9-4=5, 5+3=8. <final>8</final>
+
+Tokenizer: byte-level BPE, 300 entries, every digit a token of its own; ChatML-like template; `<|im_end|>` ends a turn.
+"""
+
+
+def write_card(out: Path, card: dict[str, Any]) -> None:
+    """Write the model's card beside its weights: ``card.json``, and README.md for people."""
+    rows = "\n".join(f"| {m['steps']} | {m['pass_at_1']:.3f} | {m['greedy']:.3f} | {m['pass_at_8']:.3f} "
+                     f"| {m['format_valid']:.3f} |" for m in card["measured"])
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    problems = card["measured"][0]["problems"]
+    (out / "README.md").write_text(CARD.format(rows=rows, problems=problems, samples=SAMPLES, **card))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -192,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "torch": torch.__version__,
         "measured": [asdict(m) for m in measured],
     }
-    (args.out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    write_card(args.out, card)
     json.dump(card, sys.stdout, indent=2)
     print()
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]  # where serve.yaml is; relative paths in it start here
-_ENDINGS = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0))  # signal, seconds to wait; then SIGKILL
+REEF = (sys.executable, "-m", "reef")
 
 
 class ServiceFailed(RuntimeError):  # noqa: N818
@@ -23,26 +23,26 @@ class ServiceFailed(RuntimeError):  # noqa: N818
 
 
 @contextmanager
-def running_service(config: Path, run_dir: Path, flags: Sequence[str] = (), *, ready_timeout_s: float = 300.0,
+def running_service(config: Path, run_dir: Path, flags: Sequence[str] = (), *, program: Sequence[str] = REEF,
+                    ready_timeout_s: float = 300.0, patience_s: tuple[float, float] = (30.0, 10.0),
                     say: Callable[[str], None] = print) -> Iterator[str]:
     """Serve ``config`` from ``run_dir`` on a free port; yield the URL once ready. Its log is serve.log beside run_dir.
 
-    The service gets a session of its own, so that Ctrl-C reaches it only through us: however the block ends, it is
-    asked to stop (SIGINT, then SIGTERM), and whatever is still alive of it or its descendants is killed. Raises
-    ServiceFailed when it does not come up.
+    The service gets a session of its own, so that Ctrl-C reaches it only through us. However the block ends, it is
+    asked to stop (SIGINT, then SIGTERM, ``patience_s`` after each), and whatever is still alive of it or its
+    descendants is killed. Raises ServiceFailed when it does not come up.
     """
     log_path = run_dir.parent / "serve.log"
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     announced = run_dir / "service.json"
     announced.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "reef", "serve", "-c", str(config), "--reef.run-dir", str(run_dir),
-               "--reef.port", "0", *flags]
+    command = [*program, "serve", "-c", str(config), "--reef.run-dir", str(run_dir), "--reef.port", "0", *flags]
     with log_path.open("wb") as log:
         process = _Process(command, log)
         try:
             yield _wait_until_ready(process, announced, log_path, ready_timeout_s, say)
         finally:
-            process.end(say)
+            process.end(patience_s, say)
 
 
 class _Process:
@@ -58,11 +58,11 @@ class _Process:
         with suppress(psutil.NoSuchProcess):
             self._seen.update(psutil.Process(self.popen.pid).children(recursive=True))
 
-    def end(self, say: Callable[[str], None]) -> None:
+    def end(self, patience_s: tuple[float, float], say: Callable[[str], None]) -> None:
         """Ask the service to stop, wait, and kill what is left. A Ctrl-C meanwhile kills at once."""
-        self.look()
         try:
-            for number, wait_s in _ENDINGS:
+            self.look()
+            for number, wait_s in zip((signal.SIGINT, signal.SIGTERM), patience_s, strict=True):
                 if self.popen.poll() is not None:
                     break
                 self.popen.send_signal(number)
@@ -70,7 +70,6 @@ class _Process:
                     self.popen.wait(wait_s)
                 except subprocess.TimeoutExpired:
                     say(f"the service did not stop within {wait_s:.0f} s of {number.name}")
-            psutil.wait_procs(self._seen, timeout=5)
         finally:
             self._kill()
 
@@ -82,6 +81,7 @@ class _Process:
         with suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
+        psutil.wait_procs(self._seen, timeout=5)
 
 
 def _wait_until_ready(process: _Process, announced: Path, log_path: Path, timeout_s: float,
@@ -134,7 +134,7 @@ def _waits_for(url: str) -> str | None:
         body = response.json()
     except ValueError:
         return response.text.strip() or f"readiness (HTTP {response.status_code})"
-    return str(body.get("waiting_for") or body.get("error", {}).get("message") or body)
+    return str(body.get("waiting_for") or body.get("error") or body)
 
 
 def _tail(path: Path, lines: int = 25) -> str:

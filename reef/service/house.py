@@ -3,14 +3,13 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection
 from starlette.requests import Request as HttpRequest
 
 from reef.chat.template import Template
 from reef.config import SCENARIO_NAME, Config
-from reef.dispatcher import Dispatcher
 from reef.engines.pool import Engines
 from reef.errors import BadRequestError, ConflictError, NotFoundError, UnavailableError
 from reef.ledger import releases, scenarios
@@ -18,6 +17,9 @@ from reef.ledger.ledger import Ledger
 from reef.ledger.scenarios import Scenario
 from reef.observe import Metrics
 from reef.storage import Storage
+
+if TYPE_CHECKING:
+    from reef.dispatcher import Dispatcher  # imports Ray: not for a service that only records
 
 DEFAULT_SCENARIO = "default"
 MAX_KNOWN_SCENARIOS = 65536  # remembered in memory; the ledger knows them all
@@ -33,7 +35,7 @@ class House:
     template: Template
     metrics: Metrics
     storage: Storage | None = None
-    dispatcher: Dispatcher | None = None
+    dispatcher: "Dispatcher | None" = None
     waiting_for: str | None = "the engine and the trainer"  # None once ready
     failure: str | None = None  # why start-up failed
     started_at: float = field(default_factory=time.time)

@@ -10,15 +10,16 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from sqlalchemy import Connection
 
 from reef.chat.template import Template
 from reef.config import Config
-from reef.dispatcher import Dispatcher
 from reef.engines.pool import Engines
 from reef.errors import ConfigError
 from reef.ledger import releases, scenarios
@@ -30,6 +31,9 @@ from reef.service.house import House
 from reef.storage import Storage, release_id
 from reef.training.manifest import content_id_of
 from reef.types import Operation, Published, Release
+
+if TYPE_CHECKING:
+    from reef.dispatcher import Dispatcher
 
 GRACE_S = 10  # that requests in work may take once the service stops
 Announce = Callable[[str], None]
@@ -117,13 +121,15 @@ class _Run:
                 group.create_task(self._start_training(storage))
         if head.operation is Operation.BASE:
             await house.engines.verify(storage.base)
+        await house.ledger.write(releases.set_verified, head.id, time.time())
         leftovers.record(config.reef.run_dir, self._pids())
         if house.dispatcher is not None:
             self._loop_task = asyncio.create_task(self._train(house.dispatcher), name="dispatcher")
         house.waiting_for = None
 
     async def _start_training(self, storage: Storage) -> None:
-        from reef.training.cluster import Trainer  # imports Ray: not for a service that only records
+        from reef.dispatcher import Dispatcher  # these import Ray: not for a service that only records
+        from reef.training.cluster import Trainer
 
         house, config = self._house, self._config
         self._announce("starting Ray and the Megatron workers")
@@ -132,7 +138,7 @@ class _Run:
         await house.dispatcher.start()
         self._announce("trainer is at the head of the chain")
 
-    async def _train(self, dispatcher: Dispatcher) -> None:
+    async def _train(self, dispatcher: "Dispatcher") -> None:
         """Supervises the loop: if it ends by a fault of ours, serving goes on and status says so."""
         try:
             await dispatcher.run()

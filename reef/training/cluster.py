@@ -10,10 +10,12 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from reef.config import Config
 from reef.errors import ReefError, WorkersLostError
 from reef.training.actor import WorkerActor, WorkerSpec
 from reef.training.architecture import check_layout, read_architecture
+from reef.training.reaper import Reaper, descendants
 from reef.training.settings import settings
 from reef.types import Batch, Floats, Ids, Probe, Published, StepResult
 
@@ -58,10 +61,11 @@ class Trainer:
         self._timeout_s = config.training.step_timeout_s
         check_layout(read_architecture(model_path), config.training.layout)
         self._workers: list[Any] = []
+        self._pids: list[int] = []
         self._group: Any = None
-        self._temp_dir: Path | None = None
-        # The kernel ends Ray's processes with the thread that started them, so that thread must live as long as they.
-        self._starter: ThreadPoolExecutor | None = None
+        self._temp_dir: Path | None = None  # of a cluster of our own
+        self._reaper: Reaper | None = None
+        self._end = threading.Event()
 
     def start(self) -> None:
         """Start (or join) Ray and the workers, with the base model's weights.
@@ -70,9 +74,11 @@ class Trainer:
             ConfigError: the model's files are not what config.json says.
             WorkersLostError: they were not ready within `training.ready-timeout`.
         """
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="reef-ray")
+        connected: Future[None] = Future()
+        self._end.clear()
+        threading.Thread(target=self._stay_connected, args=(connected,), name="reef-ray", daemon=True).start()
         try:
-            self._starter.submit(self._connect).result()
+            connected.result()
             self._start_workers()
         except BaseException:
             self.stop()
@@ -86,10 +92,11 @@ class Trainer:
     def stop(self) -> None:
         """End the workers, and Ray where it was started here. Safe to call at any time, and twice."""
         self._end_workers()
-        if self._starter is not None:
-            self._starter.submit(ray.shutdown).result()
-            self._starter.shutdown()
-            self._starter = None
+        ray.shutdown()
+        self._end.set()
+        if self._reaper is not None:
+            self._reaper.finish()
+            self._reaper = None
         if self._temp_dir is not None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
             self._temp_dir = None
@@ -137,6 +144,16 @@ class Trainer:
         pids: list[int] = self._gather([worker.pid.remote() for worker in self._workers], "pid", self._timeout_s)
         return pids
 
+    def _stay_connected(self, connected: "Future[None]") -> None:
+        """Connect, then wait for `stop`: the kernel ends Ray's processes with the thread that started them."""
+        try:
+            self._connect()
+        except BaseException as error:  # noqa: BLE001 (raised again by the thread that waits)
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+            self._end.wait()
+
     def _connect(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of what is meant here, e.g. of this thread
         if os.environ.get("RAY_ADDRESS"):
@@ -148,6 +165,7 @@ class Trainer:
         self._temp_dir = Path(
             tempfile.mkdtemp(prefix="reef-", dir=parent if len(parent) < LONGEST_TEMP_DIR else "/tmp")
         )
+        others = descendants()
         ray.init(
             address="local",
             num_cpus=self._world_size,
@@ -159,6 +177,7 @@ class Trainer:
             _temp_dir=str(self._temp_dir),
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
+        self._reaper = Reaper(self._temp_dir, set(descendants()).difference(others))
 
     def _start_workers(self) -> None:
         deadline = time.monotonic() + self._config.training.ready_timeout
@@ -191,6 +210,7 @@ class Trainer:
             )
             calls.append(worker.start.remote(spec, self._log_path(rank), self._environment()))
         self._gather(calls, "start", max(0.0, deadline - time.monotonic()))
+        self._pids = self.worker_pids()
         shutil.rmtree(rendezvous.parent, ignore_errors=True)
 
     def _rendezvous_dir(self) -> Path:
@@ -212,7 +232,12 @@ class Trainer:
         for worker in self._workers:
             with suppress(RayError, ValueError):  # ended already
                 ray.kill(worker)
+        if self._temp_dir is not None:  # they are here, and one that is stopped does not hear Ray
+            for pid in self._pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._workers = []
+        self._pids = []
         if self._group is not None:
             with suppress(RayError):
                 remove_placement_group(self._group)

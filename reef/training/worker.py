@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from megatron.core import parallel_state
 
 from reef.config import Layout, OptimizerOptions
 from reef.errors import ReefError
+from reef.methods.base import Method
 from reef.methods.base import build as build_method
 from reef.training import checkpoint, device, megatron
 from reef.training.actor import WorkerSpec
@@ -84,7 +84,7 @@ class MegatronWorker:
         }
         return StepResult(self._steps_done, metrics, seconds)
 
-    def _microbatches(self, batch: Batch, method: Any) -> list[Microbatch]:
+    def _microbatches(self, batch: Batch, method: Method) -> list[Microbatch]:
         """This data rank's share, filled up with empty ones so that every rank makes as many calls."""
         advantages = method.advantages(batch.samples)
         weights = method.token_weights(batch.samples)

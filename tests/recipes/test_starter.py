@@ -1,6 +1,7 @@
 """The committed starter model: it loads, its tokenizer is faithful, and it is as good (and as bad) as its card says."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.arithmetic import pretrain
 from recipes.arithmetic.starter import build_tokenizer
-from recipes.arithmetic.task import Problem, held_out_set, solution
+from recipes.arithmetic.task import Problem, held_out_set
 
 STARTER = Path(pretrain.__file__).parent / "starter"
 CARD: dict[str, Any] = json.loads((STARTER / "card.json").read_text())
@@ -42,7 +43,8 @@ def test_any_text_survives_a_round_trip(tokenizer: Any, text: str) -> None:
 
 def test_every_digit_is_a_token_of_its_own(tokenizer: Any) -> None:
     ids = tokenizer("10-5=5, 123")["input_ids"]
-    assert [piece for piece in map(tokenizer.decode, ids) if any(c.isdigit() for c in piece)] == list("10551 23".replace(" ", ""))
+    pieces = [tokenizer.decode([id]) for id in ids]
+    assert [piece for piece in pieces if any(c.isdigit() for c in piece)] == ["1", "0", "5", "5", "1", "2", "3"]
 
 
 def test_the_template_writes_turns_and_opens_the_assistants(tokenizer: Any) -> None:
@@ -80,12 +82,12 @@ def test_the_careless_writer_forgets_the_borrow_and_nothing_else() -> None:
 
 
 def test_one_pretraining_step_is_the_same_for_the_same_seed(tokenizer: Any) -> None:
-    import random
-
     ids, labels = pretrain.corpus_batch(tokenizer, random.Random(5))
     again, _ = pretrain.corpus_batch(tokenizer, random.Random(5))
     assert torch.equal(ids, again)
     assert ids.shape == labels.shape
     taught = tokenizer.decode(ids[0][labels[0] != -100])
     assert taught.endswith("</final><|im_end|>")
-    assert solution(Problem(1, (("+", 1),))) not in tokenizer.decode(ids[0][labels[0] == -100])
+    asked = tokenizer.decode(ids[0][labels[0] == -100])
+    assert asked.startswith("<|im_start|>user\nStart at ")
+    assert "<final>" not in asked

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -15,6 +16,16 @@ from reef.engines.embedded.errors import ModelError
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
 """Dense families whose forward pass `model.py` implements."""
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 SCALED_ROPE = ("linear", "llama3", "yarn")
 """Rope types whose frequencies do not depend on the length of the sequence (`dynamic` and `longrope` do)."""
@@ -68,8 +79,9 @@ def read_architecture(path: Path) -> Architecture:
         )
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ModelError(f"{config_file} is not a valid {model_type} config: {error}") from error
+    _refuse_impossible(config, config_file)
     _refuse_unsupported(config, config_file)
     frequencies, scale = _rope(config, config_file)
     qwen2 = model_type == "qwen2"
@@ -98,7 +110,16 @@ def read_architecture(path: Path) -> Architecture:
 def _head_dim(config: Any) -> int:
     # Qwen2 configs have no head_dim; elsewhere it may be null.
     explicit = config.to_dict().get("head_dim")
-    return int(explicit) if explicit else int(config.hidden_size // config.num_attention_heads)
+    return int(explicit) if explicit else int(config.hidden_size // max(1, config.num_attention_heads))
+
+
+def _refuse_impossible(config: Any, source: Path) -> None:
+    sizes = {name: config.to_dict()[name] for name in SIZES} | {"head_dim": _head_dim(config)}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ModelError(f"{source}: {name} must be at least 1, got {size}")
+    if sizes["head_dim"] % 2:
+        raise ModelError(f"{source}: head_dim must be even, got {sizes['head_dim']}")
 
 
 def _refuse_unsupported(config: Any, source: Path) -> None:

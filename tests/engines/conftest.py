@@ -1,0 +1,245 @@
+"""Tiny models, their float32 reference, and inference servers as real processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+START_TIMEOUT_S = 60
+EOS = 2
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 2048,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.15,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, after three special tokens: id 2 ends a text, id 3 + i is the i-th byte of the alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<pad>": 0, "<start>": 1, "<end>": EOS} | {character: 3 + i for i, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+
+
+def _build(name: str, path: Path) -> None:
+    torch.manual_seed(sum(name.encode()))
+    qwen3 = {**SIZES, "head_dim": 32}
+    model: Any
+    if name.startswith("qwen3-untied"):
+        model = Qwen3ForCausalLM(Qwen3Config(**qwen3, tie_word_embeddings=False, attention_bias=True))
+    elif name.startswith("qwen3"):
+        model = Qwen3ForCausalLM(Qwen3Config(**qwen3, tie_word_embeddings=True))
+    elif name == "qwen2-tied":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+    elif name == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
+    elif name == "llama":
+        biases = {"attention_bias": True, "mlp_bias": True}
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, **biases, tie_word_embeddings=False))
+    elif name == "llama3":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True))
+    else:
+        raise ValueError(name)
+    for parameter in model.parameters():  # norms and biases too, so that a forgotten one shows
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    _tokenizer().save_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the directory of a tiny random model; other names with one prefix are other weights of one architecture."""
+    root = tmp_path_factory.mktemp("models")
+
+    def get(name: str) -> Path:
+        if not (root / name).exists():
+            _build(name, root / name)
+        return root / name
+
+    return get
+
+
+Logprobs = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Logprobs:
+    """`reference(path, ids, temperature)` -> log-softmax [len(ids), vocabulary] of a transformers float32 forward."""
+    loaded: dict[Path, Any] = {}
+
+    def logprobs(path: Path, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+        if path not in loaded:
+            loaded[path] = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+        with torch.no_grad():
+            logits = loaded[path](torch.tensor([ids])).logits[0]
+        return torch.log_softmax(logits / temperature, -1)
+
+    return logprobs
+
+
+@dataclass
+class Server:
+    """A running inference server and a client for it."""
+
+    url: str
+    path: Path
+    """The model it was started with."""
+    process: subprocess.Popen[bytes]
+    client: httpx.Client
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return self.client.post(self.url + route, json=body)
+
+    def get(self, route: str) -> httpx.Response:
+        return self.client.get(self.url + route)
+
+    def generate(self, ids: Any, max_new_tokens: int = 8, *, expect: int = 200, **options: Any) -> Any:
+        """POST /generate with log-probabilities; body fields by name, everything else into sampling_params."""
+        response = self.post("/generate", **self.body(ids, max_new_tokens, **options))
+        assert response.status_code == expect, response.text
+        return response.json()
+
+    def body(self, ids: Any, max_new_tokens: int = 8, **options: Any) -> dict[str, Any]:
+        outside = ("rid", "logprob_start_len", "top_logprobs_num", "stream", "return_logprob")
+        body = {name: options.pop(name) for name in outside if name in options}
+        sampling = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **options}
+        return {"input_ids": ids, "return_logprob": True, "sampling_params": sampling, **body}
+
+    def stream(self, ids: Any, max_new_tokens: int = 8, **options: Any) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer; the last line must be [DONE]."""
+        body = self.body(ids, max_new_tokens, stream=True, **options)
+        with self.client.stream("POST", self.url + "/generate", json=body) as response:
+            assert response.status_code == 200
+            last = ""
+            for line in response.iter_lines():
+                if line:
+                    last = line.removeprefix("data: ")
+                    if last != "[DONE]":
+                        yield json.loads(last)
+            assert last == "[DONE]"
+
+    def started(self, ids: Any, max_new_tokens: int, **options: Any) -> Future[dict[str, Any]]:
+        """Starts a streamed request, waits until it has a token, and promises its last event."""
+        events = self.stream(ids, max_new_tokens, **options)
+        next(events)
+        return self.pool.submit(lambda: list(events)[-1])
+
+    def load(self, path: Path, version: str, **options: Any) -> httpx.Response:
+        return self.post("/update_weights_from_disk", model_path=str(path), weight_version=version, **options)
+
+    def stop(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def embedded_command(path: Path, port_file: Path, *extra: str) -> list[str]:
+    """How to start the embedded engine."""
+    command = [sys.executable, "-m", "reef.engines.embedded", "--model-path", str(path), "--port", "0"]
+    return [*command, "--port-file", str(port_file), "--log-level", "warning", *extra]
+
+
+StartServer = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def start_embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """Starts embedded engines, each with its own arguments, and ends them with the session."""
+    servers: list[Server] = []
+
+    def start(path: Path, *extra: str) -> Server:
+        port_file = tmp_path_factory.mktemp("server") / "port"
+        command = embedded_command(path, port_file, "--parent-pid", str(os.getpid()), *extra)
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not port_file.exists():
+            assert process.poll() is None, f"the engine ended with {process.returncode}"
+            assert time.monotonic() < deadline, "the engine did not start in time"
+            time.sleep(0.05)
+        client = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=128))
+        servers.append(Server(f"http://127.0.0.1:{int(port_file.read_text())}", path, process, client))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session", params=["embedded"])
+def contract_server(
+    request: pytest.FixtureRequest, start_embedded: StartServer, model_dir: Callable[[str], Path]
+) -> Server:
+    """The servers that the contract suite runs against, started with model `qwen3-a`."""
+    assert request.param == "embedded"
+    return start_embedded(model_dir("qwen3-a"), "--weight-version", "v0")
+
+
+@pytest.fixture
+def server(contract_server: Server) -> Iterator[Server]:
+    """The contract server, brought back to its first weights and to motion after each test."""
+    yield contract_server
+    contract_server.post("/abort_request", abort_all=True)
+    contract_server.post("/continue_generation")
+    if contract_server.get("/model_info").json()["weight_version"] != "v0":
+        assert contract_server.load(contract_server.path, "v0").status_code == 200
+
+
+@pytest.fixture
+def copy_model(model_dir: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A private copy of a model's directory, to damage."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(model_dir(name), tmp_path / name))
+
+    return copy
