@@ -20,6 +20,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import torch
@@ -29,6 +30,10 @@ STARTER = Path("recipes/arithmetic/starter")
 OUTPUT = Path("work/bench/engine.json")
 START_TIMEOUT_S = 120
 PROMPT_TOKENS = 24
+
+
+Generator = Any
+"""A transformers causal model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +53,31 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3, help="the best one counts: the machine may be busy")
     parser.add_argument("--num-threads", type=int, default=2, help="of transformers; one thread is tried too")
-    parser.add_argument("--engine-threads", type=int, help="default: what the engine chooses")
+    parser.add_argument("--engine-args", nargs=argparse.REMAINDER, default=[], help="further arguments of the engine")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         path = args.model_path or (STARTER if STARTER.exists() else _random_model(Path(scratch) / "model"))
-        rows: list[Row] = []
-        generate = {c: _generate_rate(path, c, args) for c in args.concurrency}
-        process, url = _start(path, Path(scratch), args.engine_threads)
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+        process, url = _start(path, Path(scratch), args.engine_args)
         try:
-            for concurrency in args.concurrency:
-                rate = asyncio.run(_engine_rate(url, concurrency, args))
-                rows.append(Row(concurrency, rate, generate[concurrency]))
+            rows = [_measure(model, url, concurrency, args) for concurrency in args.concurrency]
         finally:
             process.terminate()
             process.wait()
     _report(rows, path, args)
+
+
+def _measure(model: Generator, url: str, concurrency: int, args: argparse.Namespace) -> Row:
+    """Rounds of both in turn, so that a busy machine is busy for both; an idle engine uses no processor time."""
+    asyncio.run(_engine_rate(url, concurrency, 1, args.new_tokens))  # connections, caches
+    engine = generate = 0.0
+    for _ in range(args.rounds):
+        calls = max(4, 128 // concurrency) if concurrency > 1 else 16
+        engine = max(engine, asyncio.run(_engine_rate(url, concurrency, calls, args.new_tokens)))
+        for threads in sorted({1, args.num_threads}):  # small models and busy machines are faster with one
+            torch.set_num_threads(threads)
+            generate = max(generate, _generate_rate(model, concurrency, args.new_tokens))
+    return Row(concurrency, engine, generate)
 
 
 def _random_model(path: Path) -> Path:
@@ -75,12 +90,11 @@ def _random_model(path: Path) -> Path:
     return path
 
 
-def _start(path: Path, scratch: Path, threads: int | None) -> tuple[subprocess.Popen[bytes], str]:
+def _start(path: Path, scratch: Path, extra: list[str]) -> tuple[subprocess.Popen[bytes], str]:
     port_file = scratch / "port"
     command = [sys.executable, "-m", "reef.engines.embedded", "--model-path", str(path), "--port", "0"]
     command += ["--port-file", str(port_file), "--parent-pid", str(os.getpid()), "--log-level", "warning"]
-    command += ["--num-threads", str(threads)] if threads else []
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([*command, *extra])
     deadline = time.monotonic() + START_TIMEOUT_S
     while not port_file.exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -89,41 +103,30 @@ def _start(path: Path, scratch: Path, threads: int | None) -> tuple[subprocess.P
     return process, f"http://127.0.0.1:{port_file.read_text().strip()}"
 
 
-async def _engine_rate(url: str, concurrency: int, args: argparse.Namespace) -> float:
+async def _engine_rate(url: str, concurrency: int, calls_each: int, new_tokens: int) -> float:
+    """New tokens a second with `concurrency` clients that each make `calls_each` calls, one after the other."""
     prompt = list(range(3, 3 + PROMPT_TOKENS))
-    sampling = {"max_new_tokens": args.new_tokens, "temperature": 1.0, "ignore_eos": True}
+    sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    calls_each = max(2, 256 // concurrency) if concurrency > 1 else 16
-    connector = aiohttp.TCPConnector(limit=concurrency)
 
-    async def client(session: aiohttp.ClientSession, calls: int) -> None:
-        for _ in range(calls):
+    async def client(session: aiohttp.ClientSession) -> None:
+        for _ in range(calls_each):
             async with session.post(f"{url}/generate", json=body) as response:
                 response.raise_for_status()
                 await response.read()
 
-    async with aiohttp.ClientSession(connector=connector) as session:
-        await asyncio.gather(*(client(session, 1) for _ in range(concurrency)))
-        best = 0.0
-        for _ in range(args.rounds):
-            start = time.perf_counter()
-            await asyncio.gather(*(client(session, calls_each) for _ in range(concurrency)))
-            best = max(best, concurrency * calls_each * args.new_tokens / (time.perf_counter() - start))
-    return best
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency)) as session:
+        start = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(concurrency)))
+        return concurrency * calls_each * new_tokens / (time.perf_counter() - start)
 
 
-def _generate_rate(path: Path, batch: int, args: argparse.Namespace) -> float:
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+def _generate_rate(model: Generator, batch: int, new_tokens: int) -> float:
     ids = torch.arange(3, 3 + PROMPT_TOKENS).repeat(batch, 1)
-    options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": True, "top_k": 0}
-    best = 0.0
-    for threads in sorted({1, args.num_threads}):  # small models and busy machines are faster with one
-        torch.set_num_threads(threads)
-        for _ in range(args.rounds):
-            start = time.perf_counter()
-            model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-            best = max(best, batch * args.new_tokens / (time.perf_counter() - start))
-    return best
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": True, "top_k": 0}
+    start = time.perf_counter()
+    model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return batch * new_tokens / (time.perf_counter() - start)
 
 
 def _report(rows: list[Row], path: Path, args: argparse.Namespace) -> None:

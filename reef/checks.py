@@ -23,6 +23,8 @@ MANAGED = {
     "parent-pid": "nothing",
     "weight-version": "nothing: it is the release's id",
     "context-length": "inference.context-length",
+    "api-key": "nothing: engines listen on loopback, and only Reef talks to them",
+    "incremental-streaming-output": "nothing: Reef reads whole answers",
 }
 LIBRARIES = ("torch", "transformers", "megatron-core", "ray", "fastapi", "sqlalchemy", "sglang", "wandb")
 
@@ -49,6 +51,8 @@ def dry_run(config: Config) -> list[str]:
     else:
         check_engine_options(inference.options)
         lines.append(f"engine    {inference.backend}, options {inference.options or 'default'}")
+    from reef.ledger.ledger import check_url
+
     if training.backend == "none":
         lines.append("training  none: records only")
     else:
@@ -61,6 +65,7 @@ def dry_run(config: Config) -> list[str]:
             f"training  {config.recipe.implementation} on {training.layout.world_size} Megatron worker(s), "
             f"{config.recipe.config.batch_size} samples a step, scenario {config.recipe.scenario or '(the first)'}"
         )
+    check_url(config.ledger_url)
     lines.append(f"storage   {config.ledger_url}, releases in {config.releases_dir}")
     lines.append(f"service   http://{config.reef.host}:{config.reef.port}, run directory {config.reef.run_dir}")
     return lines
@@ -71,6 +76,7 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     from reef.engines.embedded.__main__ import arguments
 
     known = {option[2:] for action in arguments()._actions for option in action.option_strings if option[:2] == "--"}
+    known -= {"help", *MANAGED}
     for name in options:
         name = name.replace("_", "-")
         if name in MANAGED:

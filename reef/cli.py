@@ -6,6 +6,7 @@ reef doctor                                                    what this machine
 """
 
 import argparse
+import http.client
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -124,7 +126,7 @@ def _status(arguments: argparse.Namespace, config: Config) -> int:
 def _releases(arguments: argparse.Namespace, config: Config) -> int:
     url = _url(arguments, config)
     name = arguments.scenario or _training_scenario(url, config)
-    answer = _get(url, f"/reef/scenarios/{name}/releases?limit={arguments.limit}", config)
+    answer = _get(url, f"/reef/scenarios/{quote(name, safe='')}/releases?limit={arguments.limit}", config)
     if arguments.json:
         print(json.dumps(answer, indent=2))
         return 0
@@ -144,11 +146,11 @@ def _releases(arguments: argparse.Namespace, config: Config) -> int:
 def _why(arguments: argparse.Namespace, config: Config) -> int:
     url = _url(arguments, config)
     try:
-        receipt = _get(url, f"/reef/receipts/{arguments.id}", config)
+        receipt = _get(url, f"/reef/receipts/{quote(arguments.id, safe='')}", config)
         ids = receipt["reports"]
     except NotFoundError:
         receipt, ids = None, [arguments.id]
-    stories = [_get(url, f"/reef/reports/{report_id}", config) for report_id in ids]
+    stories = [_get(url, f"/reef/reports/{quote(report_id, safe='')}", config) for report_id in ids]
     if arguments.json:
         print(json.dumps({"receipt": receipt, "reports": stories}, indent=2))
         return 0
@@ -187,8 +189,10 @@ def _url(arguments: argparse.Namespace, config: Config) -> str:
     path = config.reef.run_dir / "service.json"
     try:
         return str(json.loads(path.read_text())["url"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UnavailableError(f"no service has run in {config.reef.run_dir}: give --url, or --reef.run-dir") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise UnavailableError(f"cannot read {path}: {error}; give --url") from None
 
 
 def _get(url: str, path: str, config: Config) -> Any:
@@ -197,13 +201,21 @@ def _get(url: str, path: str, config: Config) -> Any:
         headers["authorization"] = f"Bearer {config.reef.token.get_secret_value()}"
     elif key := os.environ.get("REEF_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url + path, headers=headers)
     try:
+        request = urllib.request.Request(url + path, headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        with error:
-            message = json.load(error)["error"]["message"]
-        raise (NotFoundError if error.code == 404 else ReefError)(message) from None
+        raise (NotFoundError if error.code == 404 else ReefError)(_message(error, url)) from None
     except urllib.error.URLError as error:
         raise UnavailableError(f"no service answers at {url}: {error.reason}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise UnavailableError(f"{url} does not answer as Reef does: {error}") from None
+
+
+def _message(error: urllib.error.HTTPError, url: str) -> str:
+    with error:
+        try:
+            return str(json.load(error)["error"]["message"])
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return f"{url} does not answer as Reef does: HTTP status {error.code}"

@@ -6,7 +6,6 @@ unknown key is an error that names the nearest known one.
 """
 
 import difflib
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,8 @@ from reef.errors import ConfigError
 
 SCENARIO_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_ENGINE_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
+_PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 
 
 def _kebab(name: str) -> str:
@@ -32,6 +33,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         alias_generator=_kebab, populate_by_name=True, extra="forbid", frozen=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_is_default(cls, values: Any) -> Any:
+        return {} if values is None else values  # YAML's reading of a section with every key commented out
 
 
 class ReefSection(Section):
@@ -74,6 +80,12 @@ class InferenceSection(Section):
         1e-3, gt=0, description="Largest gap between engine and trainer in the probe's log-probabilities after a load."
     )
     max_restarts: int = Field(5, ge=0, description="Restarts of a dead engine in a row before Reef gives up on it.")
+
+    @model_validator(mode="after")
+    def _plain_url(self) -> "InferenceSection":
+        if self.url is not None and not _ENGINE_URL.fullmatch(self.url):
+            raise ValueError("inference.url: expected http://HOST:PORT (https too), without user, password or query")
+        return self
 
 
 class GrpoConfig(Section):
@@ -201,7 +213,10 @@ class Config(Section):
 
     def dump(self) -> dict[str, Any]:
         """The resolved configuration as JSON values in kebab-case; secrets are hidden."""
-        return self.model_dump(mode="json", by_alias=True)
+        values = self.model_dump(mode="json", by_alias=True)
+        if self.storage.url is not None:
+            values["storage"]["url"] = without_password(self.storage.url)
+        return values
 
 
 def load(path: Path | None, flags: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -305,16 +320,23 @@ def _from_flags(flags: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def _scalar(text: str) -> Any:
+    """Lists, mappings, booleans and null are read as YAML; anything else stays text until its field is known.
+
+    So a token of digits is a token, and a directory named by a date is a directory.
+    """
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+    return value if value is None or isinstance(value, bool | list | dict) else text
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = [_kebab(part) for part in dotted.split(".")]
     for parent in parents:
-        values = values.setdefault(parent, {})
+        if values.get(parent) is None:
+            values[parent] = {}
+        values = values[parent]
         if not isinstance(values, dict):
             raise ConfigError(f"{dotted}: {parent} is not a section")
     values[last] = value
@@ -341,10 +363,12 @@ def _explain(detail: Any) -> str:
     if detail["type"] == "value_error":
         return message
     value = detail.get("input")
-    shown = "a secret" if "token" in where else repr(value)
+    shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)
+    if where == "reef.token":
+        shown = "a secret"
     return f"{where}: {message[:1].lower()}{message[1:]}, got {shown}"
 
 
-def is_finite_number(value: Any) -> bool:
-    """True for an int or float that is finite; False for bool, text, NaN and infinities."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def without_password(url: str) -> str:
+    """The URL with its password hidden."""
+    return _PASSWORD.sub(r"\1**********@", url)

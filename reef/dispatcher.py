@@ -112,7 +112,7 @@ class Dispatcher:
             while not self._stopping:
                 if self._unloaded is not None and not self.paused:
                     await self._load(self._unloaded)
-                batch = None if self.paused else await self._next_batch()
+                batch = None if self.paused else await self._until_stored(self._next_batch)
                 if batch is None:
                     await self._wait()
                     continue
@@ -192,10 +192,11 @@ class Dispatcher:
         self.phase, self.batch = "stepping", batch
         started = time.perf_counter()
         try:
-            head = await self._ledger.read(releases.head, batch.scenario)
+            head = await self._until_stored(self._ledger.read, releases.head, batch.scenario)
             assert head is not None
             release_id = self._storage.release_id(head.number + 1)
             result = await asyncio.to_thread(self._trainer.step, batch)
+            stepped = time.perf_counter()
             published = await self._until_stored(
                 asyncio.to_thread, self._trainer.publish, release_id, self._storage.releases_dir
             )
@@ -209,7 +210,7 @@ class Dispatcher:
             return None
         finally:
             self.batch = None
-        stepped = time.perf_counter()
+        published_at = time.perf_counter()
         release = Release(
             id=release_id,
             scenario=batch.scenario,
@@ -224,13 +225,18 @@ class Dispatcher:
             checkpoint=None,
             restorable=True,
             created_at=time.time(),
-            metrics={**result.metrics, **{f"seconds/{name}": value for name, value in result.seconds.items()}},
+            metrics={
+                **result.metrics,
+                **{f"seconds/{name}": value for name, value in result.seconds.items()},
+                "seconds/publish": published_at - stepped,
+            },
         )
         self.phase = "committing"
         await self._until_stored(self._ledger.write, batches.commit, batch.id, release, release.created_at)
         self._metrics.releases.inc()
         self._metrics.step_seconds.labels("step").observe(stepped - started)
-        self._metrics.step_seconds.labels("commit").observe(time.perf_counter() - stepped)
+        self._metrics.step_seconds.labels("publish").observe(published_at - stepped)
+        self._metrics.step_seconds.labels("commit").observe(time.perf_counter() - published_at)
         self._show(release)
         return release
 
@@ -250,7 +256,7 @@ class Dispatcher:
         self.phase = "storing"
         if release.number % self._config.training.checkpoint_every == 0:
             await self._checkpoint(release)
-        await self._storage.prune(release.scenario)
+        await self._until_stored(self._storage.prune, release.scenario)
 
     async def _checkpoint(self, release: Release) -> None:
         path = self._storage.checkpoint_path(release.id)

@@ -5,7 +5,10 @@ directory that nobody names, and `clean` removes those at start.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -62,12 +65,12 @@ class Storage:
 
     def published(self, release: Release) -> Published:
         """A release's weights as an engine loads them. Raises LedgerError where they are not whole on disk."""
-        return self.base if release.operation is Operation.BASE else read_manifest(Path(release.path))
+        return self.base if release.operation is Operation.BASE else read_manifest(self._weights(release))
 
     async def newest_checkpoint(self, scenario: str) -> Release | None:
         """The newest release whose checkpoint is complete on disk."""
         for release in await self._ledger.read(releases.checkpoints, scenario):
-            if release.checkpoint is not None and (Path(release.checkpoint) / "COMPLETE").is_file():
+            if (self.checkpoint_path(release.id) / "COMPLETE").is_file():
                 return release
         return None
 
@@ -87,17 +90,27 @@ class Storage:
         if old:
             await self._ledger.write(releases.forget_weights, [release.id for release in old])
         for release in old:
-            await asyncio.to_thread(self.remove, Path(release.path))
+            await asyncio.to_thread(self.remove, self._weights(release))
 
     async def clean(self, scenario: str | None) -> None:
-        """Remove directories that no release names: what a killed service left half done."""
-        named = await self._ledger.read(releases.named_paths, scenario) if scenario is not None else set()
+        """Remove this run directory's weights and checkpoints that no release names: what a killed service left.
+
+        Nothing else is touched: a releases directory may hold other people's files.
+        """
+        mine = re.compile(rf"\.?{self._ledger.run_id}-\d+(\.partial|\.old)?")
         self.remove(self.replays_dir)
-        for parent in (self.releases_dir, self._checkpoints):
+        for parent, named_by in ((self.releases_dir, releases.restorable), (self._checkpoints, releases.checkpoints)):
+            named = await self._ledger.read(named_by, scenario) if scenario is not None else []
+            names = {release.id for release in named}
             for path in sorted(parent.iterdir()):
-                if str(path) not in named:
+                if mine.fullmatch(path.name) and path.name not in names:
                     log.info("removing left-over %s", path)
                     self.remove(path)
+
+    def _weights(self, release: Release) -> Path:
+        """Where this run directory has a release now; else where it was published."""
+        here = self.releases_dir / release.id
+        return here if here.is_dir() else Path(release.path)
 
     def remove(self, path: Path) -> None:
         if path.is_dir():
@@ -120,9 +133,8 @@ def release_id(ledger: Ledger, number: int) -> str:
 
 def _size(directory: Path) -> int:
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pruned meanwhile
-            continue
+    for parent, _, files in os.walk(directory):  # passes over directories that are pruned meanwhile
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(parent) / name).stat().st_size
     return total

@@ -65,7 +65,7 @@ class _Tally:
     failed: int = 0
     failed_groups_in_a_row: int = 0
     scores: list[float] = field(default_factory=list)
-    releases: list[str] = field(default_factory=list)  # that our reports trained, in the order seen
+    releases: dict[str, int] = field(default_factory=dict)  # that our reports trained, and their steps
 
 
 class GroupsDriver:
@@ -121,9 +121,11 @@ class GroupsDriver:
         """
         polls = 0
         try:
-            self._fill()
             moved_at = time.monotonic()
-            while len(self._tally.releases) < releases and not self._stopping and (self._sampling or self._reported):
+            while len(self._tally.releases) < releases and not self._stopping:
+                self._fill()
+                if not self._sampling and not self._reported:
+                    break  # out of items, and every group is used
                 moved = await self._collect(timeout_s=self._poll_s)
                 polls += 1
                 moved |= await self._settle(everything=polls % _SWEEP_EVERY == 0)
@@ -132,8 +134,6 @@ class GroupsDriver:
                 elif time.monotonic() - moved_at > self._stall_timeout_s:
                     raise Stalled(f"no rollout ended and no report was used for {self._stall_timeout_s:.0f} s; "
                                   f"{len(self._reported)} groups wait to be used by the service")
-                if len(self._tally.releases) < releases:
-                    self._fill()
             while self._sampling:
                 await self._collect(timeout_s=None)
         finally:
@@ -148,7 +148,7 @@ class GroupsDriver:
         tally = self._tally
         recent = tally.scores[-self._batch_rollouts:]
         return Progress(tally.groups, tally.rollouts, tally.failed, len(tally.releases),
-                        tally.releases[-1] if tally.releases else None,
+                        max(tally.releases, key=lambda release: tally.releases[release], default=None),
                         sum(recent) / len(recent) if recent else 0.0, len(self._reported))
 
     # ---- the loop's parts
@@ -213,8 +213,8 @@ class GroupsDriver:
 
     def _close(self, group: str, state: ReportState) -> None:
         del self._reported[group]
-        if state.state == "trained" and state.release and state.release not in self._tally.releases:
-            self._tally.releases.append(state.release)
+        if state.state == "trained" and state.release:
+            self._tally.releases[state.release] = state.step or 0
 
     def _tell(self) -> None:
         if self._progress:

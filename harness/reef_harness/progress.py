@@ -1,5 +1,6 @@
-"""Progress bars for a terminal: callbacks for the driver and the evaluation."""
+"""Progress bars: callbacks for the driver and the evaluation. Without a terminal they write a line now and then."""
 
+import sys
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,8 +11,10 @@ from reef_harness.evaluate import Answer
 
 
 class _Bar:
-    def __init__(self, bar: "tqdm[Any]") -> None:
-        self._bar = bar
+    def __init__(self, total: int, name: str, unit: str) -> None:
+        pause_s = 0.1 if sys.stderr.isatty() else 10.0
+        self._bar: tqdm[Any] = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, mininterval=pause_s,
+                                    maxinterval=pause_s, miniters=0, leave=None)
 
     def __enter__(self) -> Self:
         return self
@@ -22,10 +25,10 @@ class _Bar:
 
 
 class ReleaseBar(_Bar):
-    """One bar over a driver's releases, with the reward and the last release: ``progress=ReleaseBar(60)``."""
+    """One bar over a driver's releases, with the reward and the last release: ``progress=ReleaseBar(45)``."""
 
     def __init__(self, releases: int) -> None:
-        super().__init__(tqdm(total=releases, desc="training", unit="release", dynamic_ncols=True))
+        super().__init__(releases, "training", "release")
 
     def __call__(self, progress: Progress) -> None:
         """Show where the driver stands."""
@@ -33,14 +36,13 @@ class ReleaseBar(_Bar):
                                   f"failed {progress.failed}, release {progress.release or '-'}", refresh=False)
         total = self._bar.total or 0
         self._bar.update(min(progress.releases, total) - self._bar.n)
-        self._bar.refresh()
 
 
 class AnswerBar(_Bar):
     """One bar over an evaluation's answers, with the share correct so far: ``progress=AnswerBar(1000, "before")``."""
 
     def __init__(self, items: int, name: str) -> None:
-        super().__init__(tqdm(total=items, desc=name, unit="answer", dynamic_ncols=True))
+        super().__init__(items, name, "answer")
         self._correct = self._graded = 0
 
     def __call__(self, answer: Answer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from reef_harness import Client, FinalGrader, GroupsDriver, Item, Progress, Retry, finish_on_sigint
 from reef_harness.errors import HarnessError, Stalled
+from reef_harness.progress import ReleaseBar
 
 QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=0.5)
 
@@ -139,3 +140,13 @@ def test_the_first_interrupt_finishes_what_is_in_flight(service: Any) -> None:
     assert end.failed == 0
     assert end.rollouts == len(service.reports) == len(service.receipts)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_progress_bar_shows_reward_and_release(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    service.answer = half_right
+    with ReleaseBar(2) as bar:
+        drive(service, items(), 2, groups_per_batch=1, progress=bar)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "reward 0.50" in shown
+    assert "failed 0, release r2" in shown

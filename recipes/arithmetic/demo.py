@@ -29,9 +29,8 @@ from recipes.arithmetic.task import Problem, held_out_set, train_stream
 
 SCENARIO = "arithmetic"
 STEPS = 4  # of each problem
-NUM_HELD_OUT = 1000  # problems, before and after
-NUM_CURVE = 200  # of them, for the points in between
-NUM_CURVE_POINTS = 5
+NUM_CURVE = 200  # held-out problems, at most, for the points between before and after
+NUM_PARTS = 5  # of the training, with a point between each two
 MAX_TOKENS = 64
 TABLE_ROWS = 8
 
@@ -63,10 +62,10 @@ def items(problems: Iterator[Problem]) -> Iterator[Item]:
     return (Item.from_text(problem.text, problem.text, str(problem.answer)) for problem in problems)
 
 
-async def learn(url: str, seed: int, releases: int, records: Path) -> Outcome:
+async def learn(url: str, seed: int, releases: int, num_held_out: int, records: Path) -> Outcome:
     """Measure, train for ``releases`` releases over HTTP, measure again. Raises KeyboardInterrupt after a Ctrl-C."""
     started = time.monotonic()
-    held_out = list(items(iter(held_out_set(STEPS, NUM_HELD_OUT))))
+    held_out = list(items(iter(held_out_set(STEPS, num_held_out))))
     between: list[Evaluation] = []
     async with Client(url, scenario=SCENARIO) as client:
 
@@ -79,19 +78,20 @@ async def learn(url: str, seed: int, releases: int, records: Path) -> Outcome:
 
         method = (await client.create_scenario(SCENARIO))["recipe"]
         num_before = len(await client.releases())
-        before = await measure("held-out, before", NUM_HELD_OUT)
+        before = await measure("held-out, before", num_held_out)
         with ReleaseBar(releases) as bar, GroupsDriver(
             client, items(train_stream(STEPS, seed)), FinalGrader(), max_tokens=MAX_TOKENS,
             records=records, progress=bar,
         ) as driver:
-            for point in range(1, NUM_CURVE_POINTS + 1):
+            for target in sorted({max(1, releases * i // NUM_PARTS) for i in range(1, NUM_PARTS + 1)}):
                 async with finish_on_sigint(driver.stop):
-                    progress = await driver.run(releases=releases * point // NUM_CURVE_POINTS)
+                    progress = await driver.run(releases=target)
                 if driver.stopping:
                     raise KeyboardInterrupt
-                if point < NUM_CURVE_POINTS:
-                    between.append(await measure(f"held-out, {progress.releases} releases", NUM_CURVE))
-        after = await measure("held-out, after", NUM_HELD_OUT)
+                if target < releases:
+                    name = f"held-out, {progress.releases} releases"
+                    between.append(await measure(name, min(NUM_CURVE, num_held_out)))
+        after = await measure("held-out, after", num_held_out)
         chain = await client.releases()
     step = {release.id: release.step for release in chain}
     points = sorted((step[e.release], e.accuracy, e.low, e.high) for e in (before, *between, after))
@@ -111,7 +111,7 @@ def write_summary(path: Path, outcome: Outcome, seed: int) -> None:
         "interval_before": [before.low, before.high],
         "interval_after": [after.low, after.high],
         "format_valid_after": after.format_valid,
-        "held_out_problems": NUM_HELD_OUT,
+        "held_out_problems": after.graded,
         "seconds": round(outcome.seconds, 1),
         "releases": outcome.releases,
         "rollouts": outcome.rollouts,
@@ -182,7 +182,7 @@ def demo(args: argparse.Namespace) -> None:
         print(f"starting reef serve (log: {short(args.out / 'serve.log')})", flush=True)
         service = running_service(ROOT / "serve.yaml", run_dir, say=lambda line: print(line, flush=True))
     with service as url:
-        outcome = asyncio.run(learn(url, args.seed, args.releases, records))
+        outcome = asyncio.run(learn(url, args.seed, args.releases, args.held_out, records))
         print("stopping the service" if not args.url else "done", flush=True)
 
     write_summary(summary, outcome, args.seed)
@@ -212,7 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, run, and turn failures into a message and an exit status."""
     parser = argparse.ArgumentParser(prog="python -m recipes.arithmetic.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the problems and of the evaluation")
-    parser.add_argument("--releases", type=int, default=60, help="releases to train")
+    parser.add_argument("--releases", type=int, default=45, help="releases to train")
+    parser.add_argument("--held-out", type=int, default=1000, help="problems to measure on, before and after")
     parser.add_argument("--url", help="use a service that is running already, instead of starting one")
     parser.add_argument("--out", type=Path, default=ROOT / "work" / "demo", help="where everything is written")
     args = parser.parse_args(argv)

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from recipes.arithmetic.starter import build_model, build_tokenizer
+from recipes.arithmetic.model import build_model, build_tokenizer
 from recipes.arithmetic.task import Problem, draw, held_out_set, solution
 
 CARELESS_SHARE = 0.8  # of the solutions

@@ -7,6 +7,7 @@ event loop is never blocked and the tokenizer is never shared.
 import asyncio
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import jinja2
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from reef.errors import BadRequestError, ConfigError
 from reef.types import Ids
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Arguments of the renderer itself (another template, truncation, ...): not a client's to give.
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 
 
 class Template:
@@ -33,6 +36,8 @@ class Template:
             raise ConfigError(f"inference.model-path: no tokenizer in {model_path}: {error}") from None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")
         self.vocab_size: int = len(self._tokenizer)
+        if len(self._encode("0")) == 0:  # transformers makes an empty tokenizer where there is none
+            raise ConfigError(f"inference.model-path: no tokenizer in {model_path}: it encodes nothing")
         template = self._tokenizer.chat_template
         self.template_digest = _sha256(str(template)) if template else None
         self.tokenizer_digest = _sha256(self._tokenizer.backend_tokenizer.to_str())
@@ -42,13 +47,18 @@ class Template:
         """Prompt ids [P] of a chat, ready for the assistant's answer.
 
         Raises:
-            BadRequestError: the model has no template, or the template refuses these messages.
+            BadRequestError: the model has no template, an option is not the template's, or the template refuses these
+                messages.
         """
         if self.template_digest is None:
             raise BadRequestError(
                 "this model has no chat template (chat_template.jinja or tokenizer_config.json): "
                 "/v1/completions works, /v1/chat/completions cannot",
                 code="no_chat_template",
+            )
+        if taken := sorted(RESERVED & options.keys()):
+            raise BadRequestError(
+                f"chat_template_kwargs: {taken[0]} is not a variable of the template", param="chat_template_kwargs"
             )
         return await self._in_thread(self._render, messages, options)
 
@@ -80,7 +90,7 @@ class Template:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **options
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise BadRequestError(f"the chat template refuses these messages: {error}", param="messages") from None
         return self._encode(text)
 
@@ -104,7 +114,7 @@ class Detokenizer:
         self._sent = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain after these ids and was not returned before."""
+        """The text that is certain after these ids, which are not the last, and was not returned before."""
         self._ids.extend(ids)
         tail = self._template.decode(self._ids[self._prefix :])
         if not tail.endswith("�") and len(self._ids) - self._prefix > _CONTEXT:
@@ -117,16 +127,16 @@ class Detokenizer:
         whole = self._text + tail.rstrip("�")
         return self._take(whole, len(whole) - (self._longest_stop - 1))
 
-    def finish(self, matched: int | str | None) -> str:
-        """The rest of the text, cut at the stop string that ended it."""
-        whole = self._text + self._template.decode(self._ids[self._prefix :])
-        return self._take(cut_at_stop(whole, matched), None)
+    def finish(self, ids: Sequence[int], matched: int | str | None) -> str:
+        """The rest of the text with the last ids, cut at the stop string that ended it."""
+        self._ids.extend(ids)
+        whole = cut_at_stop(self._text + self._template.decode(self._ids[self._prefix :]), matched)
+        return self._take(whole, len(whole))
 
-    def _take(self, whole: str, end: int | None) -> str:
-        end = len(whole) if end is None else end
-        new = whole[self._sent : end]
-        self._sent = max(self._sent, end)
-        return new
+    def _take(self, whole: str, end: int) -> str:
+        """What of `whole` before `end` was not returned yet; nothing where `end` lies before that."""
+        start, self._sent = self._sent, max(self._sent, end)
+        return whole[start : self._sent]
 
 
 _CONTEXT = 8  # ids that are decoded again with the next ones: a character spans at most 4 bytes, so at most 4 ids

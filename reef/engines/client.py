@@ -5,22 +5,26 @@
     score                POST /generate with no new tokens: log-probabilities of given ids
 
 What an engine answers is checked here before it can become a record: as many log-probabilities as ids, spans without
-gaps, a finish reason. Anything else is an EngineError (502), never mended.
+gaps, a finish reason, a whole that begins with what was streamed. Anything else is an EngineError (502), never mended.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import numpy as np
 import orjson
+from aiohttp.http_exceptions import HttpProcessingError
 
 from reef.errors import BadRequestError, EngineError
 from reef.types import FinishReason, Floats, Generation, Ids, Request, Sampling, Span
 
 MAX_ERROR_CHARS = 500  # of an engine's error body that is passed on
+MAX_EVENT_BYTES = 64 * 2**20  # one event of a stream: all tokens of a choice so far
+CONTROL_TIMEOUT_S = 30  # for a pause (the step in work ends first) and for what only reads state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,28 +62,31 @@ class EngineClient:
         answers = answer if isinstance(answer, list) else [answer]
         if len(answers) != request.n:
             raise EngineError(f"the engine answered {len(answers)} choices, {request.n} were asked for")
-        return tuple(_generation(item) for item in answers)
+        with _expected_shape():
+            return tuple(_generation(item) for item in answers)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Chunks of all choices as they come; closing the iterator early aborts the request on the engine."""
-        seen = [0] * request.n
-        try:
+        sent: list[list[int]] = [[] for _ in range(request.n)]
+        ended = [False] * request.n
+        with self._failures("/generate"):
             async with self._session.post(
-                f"{self.url}/generate", data=orjson.dumps(_payload(request, stream=True)), timeout=self._timeout
+                f"{self.url}/generate",
+                data=orjson.dumps(_payload(request, stream=True)),
+                headers=_JSON,
+                timeout=self._timeout,
             ) as response:
                 await _raise_for_status(response)
-                async for line in response.content:
+                while line := await response.content.readline(max_line_length=MAX_EVENT_BYTES):
                     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                         continue
-                    answer = orjson.loads(line[6:])
-                    if "error" in answer:
-                        raise EngineError(f"the engine failed: {str(answer['error'])[:MAX_ERROR_CHARS]}")
-                    choice = int(answer.get("index", 0))
-                    chunk = _chunk(answer, choice, seen[choice])
-                    seen[choice] += len(chunk.ids)
+                    with _expected_shape():
+                        chunk = _chunk(orjson.loads(line[6:]), sent, ended)
+                    sent[chunk.choice] += chunk.ids
+                    ended[chunk.choice] = chunk.generation is not None
                     yield chunk
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
+        if not all(ended):
+            raise EngineError("the engine's stream ended before its last token", code="engine_stream_cut")
 
     async def score(self, ids: Sequence[int]) -> Floats:
         """Log-probabilities [T-1] of ids[1:] at temperature 1, from the weights that are loaded now."""
@@ -90,24 +97,25 @@ class EngineClient:
             "logprob_start_len": 0,
         }
         answer = await self._post("/generate", payload)
-        entries = answer["meta_info"].get("input_token_logprobs") or []
-        values = [entry[0] for entry in entries[1:]]
+        with _expected_shape():
+            entries = answer["meta_info"].get("input_token_logprobs") or []
+            values = [entry[0] for entry in entries[1:]]
         if len(values) != len(ids) - 1 or any(value is None for value in values):
             raise EngineError(f"the engine scored {len(values)} of {len(ids) - 1} probe tokens")
         return np.asarray(values, dtype=np.float32)
 
     async def pause(self, mode: str) -> None:
-        await self._post("/pause_generation", {"mode": mode})
+        await self._post("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
 
     async def load(self, path: str, version: str, flush_cache: bool, timeout_s: float) -> None:
         """Load the weights in a directory and call them `version`. Raises EngineError where the engine refuses."""
         payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
         answer = await self._post("/update_weights_from_disk", payload, timeout_s)
-        if not answer.get("success"):
-            raise EngineError(f"the engine did not load {path}: {answer.get('message')}")
+        if not isinstance(answer, dict) or not answer.get("success"):
+            raise EngineError(f"the engine did not load {path}: {_message_of(answer)}")
 
     async def model_info(self) -> Mapping[str, Any]:
         return await self._get("/model_info")
@@ -123,17 +131,19 @@ class EngineClient:
             return False
 
     async def _get(self, route: str) -> Mapping[str, Any]:
-        try:
-            async with self._session.get(f"{self.url}{route}", timeout=aiohttp.ClientTimeout(total=10)) as response:
+        with self._failures(route):
+            async with self._session.get(
+                f"{self.url}{route}", timeout=aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+            ) as response:
                 await _raise_for_status(response)
                 answer: Mapping[str, Any] = orjson.loads(await response.read())
+                if not isinstance(answer, dict):
+                    raise EngineError(f"the engine answered {route} with {str(answer)[:MAX_ERROR_CHARS]}")
                 return answer
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
-            raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
 
     async def _post(self, route: str, payload: Mapping[str, Any], timeout_s: float | None = None) -> Any:
         timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-        try:
+        with self._failures(route):
             async with self._session.post(
                 f"{self.url}{route}", data=orjson.dumps(payload), headers=_JSON, timeout=timeout
             ) as response:
@@ -141,9 +151,19 @@ class EngineClient:
                 body = await response.read()
                 # Control routes may answer with plain text or nothing; a generation is always JSON.
                 return orjson.loads(body) if body.lstrip()[:1] in (b"{", b"[") else {}
+
+    @contextlib.contextmanager
+    def _failures(self, route: str) -> Iterator[None]:
+        """Whatever goes wrong between here and the engine is an EngineError."""
+        if self._session.closed:
+            raise EngineError(f"the engine at {self.url} was replaced")
+        try:
+            yield
         except TimeoutError as error:
             raise EngineError(f"the engine at {self.url} did not answer {route} in time") from error
-        except (aiohttp.ClientError, orjson.JSONDecodeError) as error:
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"the engine at {self.url} answered {route} with broken JSON: {error}") from error
+        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             raise EngineError(f"the engine at {self.url} failed: {error or type(error).__name__}") from error
 
 
@@ -153,20 +173,32 @@ _JSON = {"content-type": "application/json"}
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
-    text = (await response.text())[:MAX_ERROR_CHARS]
-    if response.status == 400:
-        raise BadRequestError(f"the engine refused the request: {_message_of(text)}", code="engine_refused")
-    raise EngineError(f"the engine answered {response.status}: {_message_of(text)}")
-
-
-def _message_of(text: str) -> str:
-    """SGLang and ours answer {"error": {"message"}} or {"message"}; a proxy in between may answer anything."""
+    body = await response.read()
     try:
-        body = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
+        message = _message_of(orjson.loads(body))
+    except orjson.JSONDecodeError:  # a proxy in between may answer anything
+        message = body.decode(errors="replace")
+    message = message[:MAX_ERROR_CHARS]
+    if response.status == 400:
+        raise BadRequestError(f"the engine refused the request: {message}", code="engine_refused")
+    raise EngineError(f"the engine answered {response.status}: {message}")
+
+
+def _message_of(body: Any) -> str:
+    """SGLang and ours answer {"error": {"message"}} or {"message"}."""
     inner = body.get("error", body) if isinstance(body, dict) else body
     return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
+
+
+@contextlib.contextmanager
+def _expected_shape() -> Iterator[None]:
+    """Reading a field that is not there, or not what it should be, is the engine's fault and no other's."""
+    try:
+        yield
+    except orjson.JSONDecodeError:
+        raise
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"the engine's answer has not the expected shape: {type(error).__name__}: {error}") from error
 
 
 def _payload(request: Request, stream: bool) -> dict[str, Any]:
@@ -203,33 +235,31 @@ def _sampling_params(sampling: Sampling, n: int) -> dict[str, Any]:
     return params
 
 
-def _chunk(answer: Mapping[str, Any], choice: int, seen: int) -> Chunk:
+def _chunk(answer: Mapping[str, Any], sent: Sequence[Sequence[int]], ended: Sequence[bool]) -> Chunk:
     """One server-sent event. Ids and log-probabilities in it count from the start of the choice."""
-    ids = answer.get("output_ids")
-    meta = answer.get("meta_info") or {}
-    if ids is None:
-        raise EngineError("the engine returned no token ids")
-    finished = meta.get("finish_reason") is not None
+    if "error" in answer:
+        raise EngineError(f"the engine failed: {_message_of(answer)[:MAX_ERROR_CHARS]}")
+    choice = int(answer.get("index", 0))
+    if not 0 <= choice < len(sent) or ended[choice]:
+        raise EngineError(f"the engine streamed choice {choice}, which was not asked for or had ended")
+    start, meta = len(sent[choice]), answer["meta_info"]
+    ids, entries, tops = _tokens(answer, start)
+    ends = meta.get("finish_reason") is not None
+    if len(ids) < start or (ends and ids[:start] != sent[choice]):
+        raise EngineError(f"the engine streamed {start} ids and then {len(ids)} that do not begin with them")
     return Chunk(
         choice=choice,
-        ids=ids[seen:],
-        logprobs=[_logprob(entry) for entry in (meta.get("output_token_logprobs") or [])[seen:]],
-        top_logprobs=[_top(entry) for entry in (meta.get("output_top_logprobs") or [])[seen:]],
+        ids=ids[start:],
+        logprobs=[_logprob(entry) for entry in entries[start:]],
+        top_logprobs=[_top(entry) for entry in tops[start:]],
         spans=_spans(meta, len(ids)),
-        generation=_generation(answer) if finished else None,
+        generation=_generation(answer) if ends else None,
     )
 
 
 def _generation(answer: Mapping[str, Any]) -> Generation:
-    meta = answer.get("meta_info") or {}
-    ids = answer.get("output_ids")
-    if ids is None:
-        raise EngineError("the engine returned no token ids")
-    entries = meta.get("output_token_logprobs") or []
-    if len(entries) != len(ids):
-        raise EngineError(f"the engine returned {len(ids)} ids and {len(entries)} log-probabilities")
-    if any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
-        raise EngineError("the engine's log-probabilities belong to other ids than those it returned")
+    ids, entries, tops = _tokens(answer)
+    meta = answer["meta_info"]
     finish: Mapping[str, Any] = meta.get("finish_reason") or {}
     try:
         reason = FinishReason(str(finish.get("type")))
@@ -241,8 +271,30 @@ def _generation(answer: Mapping[str, Any]) -> Generation:
         finish_reason=reason,
         spans=_spans(meta, len(ids)),
         matched=finish.get("matched"),
-        top_logprobs=tuple(_top(entry) for entry in meta.get("output_top_logprobs") or ()),
+        top_logprobs=tuple(_top(entry) for entry in tops),
     )
+
+
+def _tokens(answer: Mapping[str, Any], start: int = 0) -> tuple[list[int], list[Any], list[Any]]:
+    """Ids, and an entry (log-probability, id, ...) for each; top log-probabilities for each, or none at all.
+
+    Those before `start` were checked when an earlier event of the stream brought them.
+    """
+    ids, meta = answer.get("output_ids"), answer["meta_info"]
+    if not isinstance(ids, list):
+        raise EngineError("the engine returned no token ids")
+    if meta.get("completion_tokens", len(ids)) != len(ids):
+        raise EngineError(f"the engine returned {len(ids)} of {meta['completion_tokens']} ids")
+    entries = meta.get("output_token_logprobs") or []
+    if len(entries) != len(ids):
+        raise EngineError(f"the engine returned {len(ids)} ids and {len(entries)} log-probabilities")
+    new = zip(entries[start:], ids[start:], strict=True)
+    if any(type(token) is not int or entry[1] != token for entry, token in new):
+        raise EngineError("the engine's log-probabilities belong to other ids than those it returned")
+    tops = meta.get("output_top_logprobs") or []
+    if tops and len(tops) != len(ids):
+        raise EngineError(f"the engine returned {len(ids)} ids and {len(tops)} lists of top log-probabilities")
+    return ids, entries, tops
 
 
 def _ids(ids: Sequence[int]) -> Ids:

@@ -29,11 +29,12 @@ MAX_BACKOFF_S = 30
 class Engines:
     """One replica: started here, or attached by `inference.url`."""
 
-    def __init__(self, config: Config, metrics: Metrics) -> None:
+    def __init__(self, config: Config, metrics: Metrics, host: EngineHost | None = None) -> None:
+        """`host` starts the server; none: one of ours, or nobody where `inference.url` says that it runs already."""
         self._settings = config.inference
         self._metrics = metrics
-        self._host: EngineHost | None = None
-        if config.inference.url is None:
+        self._host = host
+        if host is None and config.inference.url is None:
             self._host = EngineHost(
                 config.inference.options,
                 config.inference.context_length,
@@ -59,8 +60,6 @@ class Engines:
         async with self._changing:
             self._wanted = published
             await self._connect(published)
-        if self._host is not None:
-            self._watcher = asyncio.create_task(self._watch(), name="engine-watcher")
 
     async def verify(self, published: Published) -> None:
         """Check the serving replica against a probe that was not known when it started. Raises LoadFailedError."""
@@ -105,8 +104,10 @@ class Engines:
             self._gate.clear()
             self.state = "loading"
             try:
-                await self._load_in_place(published)
-            except ReefError as error:
+                async with asyncio.timeout(self._settings.load_timeout_s):
+                    await self._load_in_place(published)
+            except (ReefError, TimeoutError) as failure:
+                error = failure if isinstance(failure, ReefError) else self._too_slow(published)
                 log.warning("release %s did not load, restarting the engine: %s", published.release_id, error.message)
                 self._metrics.load_failures.inc()
                 self.error = error.message
@@ -159,10 +160,18 @@ class Engines:
         assert self._client is not None
         info = {**await self._client.server_info(), **await self._client.model_info()}
         self.build = str(info.get("build") or f"sglang-{info.get('version', 'unknown')}")
-        length = info.get("context_length") or info.get("max_context_length") or self._settings.context_length
-        if not length:
+        engine_says = info.get("context_length") or info.get("max_context_length")
+        lengths = [int(length) for length in (engine_says, self._settings.context_length) if length]
+        if not lengths:
             raise EngineError("the engine does not say its context length: set inference.context-length")
-        self.context_length = int(length)
+        self.context_length = min(lengths)
+
+    def _too_slow(self, published: Published) -> LoadFailedError:
+        url = self._client.url if self._client is not None else None
+        return LoadFailedError(
+            f"the engine at {url} did not load and verify {published.release_id} in "
+            f"{self._settings.load_timeout_s:g} s (inference.load-timeout-s)"
+        )
 
     async def _load_in_place(self, published: Published) -> None:
         if self._client is None:
@@ -175,9 +184,13 @@ class Engines:
             await self._client.load(
                 published.path, published.release_id, mode != "in_place", self._settings.load_timeout_s
             )
-        finally:
-            loaded = time.perf_counter()
-            await self._client.resume()
+        except BaseException:
+            if self._host is None:  # not ours: leave it as we found it; ours is replaced
+                with contextlib.suppress(ReefError):
+                    await self._client.resume()
+            raise
+        loaded = time.perf_counter()
+        await self._client.resume()
         await self._verify(published)
         verified = time.perf_counter()
         self.last_load = {
@@ -211,6 +224,8 @@ class Engines:
         self.state = "ready"
         self.error = None
         self._gate.set()
+        if self._host is not None and (self._watcher is None or self._watcher.done()):
+            self._watcher = asyncio.create_task(self._watch(), name="engine-watcher")
 
     async def _replace(self, published: Published) -> None:
         """A fresh server with the release. Raises LoadFailedError and leaves the gate closed."""
@@ -221,9 +236,9 @@ class Engines:
         try:
             await self._host.stop()
             await self._connect(published)
-        except ReefError as error:
-            self.state, self.error = "failed", error.message
-            raise LoadFailedError(f"release {published.release_id} does not load: {error.message}") from error
+        except (ReefError, OSError) as error:
+            self.state, self.error = "failed", str(error)
+            raise LoadFailedError(f"release {published.release_id} does not load: {error}") from error
 
     async def _watch(self) -> None:
         """Restart the server whenever it ends though nobody asked it to."""
@@ -249,7 +264,7 @@ class Engines:
                 try:
                     await self._connect(self._wanted)
                     failures = 0
-                except ReefError as error:
+                except (ReefError, OSError) as error:  # OSError: no memory for a process, no disk for its log
                     failures += 1
-                    self.error = error.message
+                    self.error = str(error)
                     await self._host.stop()

@@ -38,7 +38,6 @@ def reserve(
         ConflictError: a picked report is no longer pending.
     """
     report_rows.drop(connection, selection.drops, now)
-    rows = _sample_rows(connection, batch_id, selection)
     number = connection.scalar(select(func.max(batches.c.number)).where(batches.c.scenario == scenario)) or 0
     connection.execute(
         insert(batches).values(
@@ -54,7 +53,6 @@ def reserve(
             updated_at=now,
         )
     )
-    connection.execute(insert(batch_samples), rows)
     picked = [pick.report_id for pick in selection.picks]
     taken = connection.execute(
         update(reports)
@@ -63,6 +61,7 @@ def reserve(
     )
     if taken.rowcount != len(picked):
         raise ConflictError(f"{len(picked) - taken.rowcount} reports of batch {batch_id} are no longer pending")
+    connection.execute(insert(batch_samples), _sample_rows(connection, batch_id, selection))
     lengths = [len(sample.tokens) for sample in load(connection, batch_id).samples]
     connection.execute(update(batches).where(batches.c.id == batch_id).values(microbatches=to_json(split(lengths))))
     return load(connection, batch_id)
@@ -183,8 +182,15 @@ def commit(connection: Connection, batch_id: str, release: Release, now: float) 
 
 
 def again(connection: Connection, batch_id: str, error: str, now: float) -> bool:
-    """Count a failed attempt. True: take the batch once more; False: it ended `failed`, its reports `step_failed`."""
-    attempt = connection.scalar(select(batches.c.attempt).where(batches.c.id == batch_id)) or 0
+    """Count a failed attempt. True: take the batch once more; False: it ended `failed`, its reports `step_failed`.
+
+    Raises:
+        LedgerError: the batch is not reserved.
+    """
+    reserved = (batches.c.id == batch_id, batches.c.state == "reserved")
+    attempt = connection.scalar(select(batches.c.attempt).where(*reserved))
+    if attempt is None:
+        raise LedgerError(f"batch {batch_id} is not reserved, so no attempt of it can fail")
     row = update(batches).where(batches.c.id == batch_id)
     if attempt < MAX_ATTEMPTS:
         connection.execute(row.values(attempt=attempt + 1, error=error, updated_at=now))

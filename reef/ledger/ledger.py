@@ -8,10 +8,8 @@ What can be written and read is in the files beside this one, one per noun; each
 
 import asyncio
 import fcntl
-import json
 import os
 import secrets
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +17,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, insert, select, update
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from reef.errors import LedgerError, UnavailableError
+from reef.errors import ConfigError, LedgerError, UnavailableError
 from reef.ledger.migrations import migrate
 from reef.ledger.schema import meta
 from reef.ledger.writer import Writer
@@ -41,11 +39,12 @@ class RunLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            owner = os.pread(self._fd, 4096, 0).decode(errors="replace").strip() or "another process"
+            pid = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
             os.close(self._fd)
+            owner = f"process {pid}" if pid else "another process"
             raise LedgerError(f"the run directory {run_dir} is in use by {owner}") from None
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps({"pid": os.getpid(), "started_at": time.time()}).encode(), 0)
+        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
         os.ftruncate(self._fd, 0)
@@ -68,10 +67,10 @@ class Ledger:
         """Open or create the ledger at `url`, migrate it, and become its owner (a new epoch).
 
         Raises:
+            ConfigError: `url` is not one of a ledger.
             LedgerError: it cannot be opened, or a newer version wrote it.
         """
-        if make_url(url).get_backend_name() != "sqlite":
-            raise LedgerError(f"storage.url: expected sqlite:///PATH, got {make_url(url).get_backend_name()}")
+        check_url(url)
         writing = _sqlite(url, read_only=False)
         try:
             migrate(writing)
@@ -109,6 +108,16 @@ class Ledger:
         self._readers.shutdown()
         self._reading.dispose()
         self._writing.dispose()
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError for anything but a SQLite file."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise ConfigError("storage.url: expected sqlite:///PATH, got something that is not a URL") from None
+    if parsed.drivername != "sqlite" or parsed.database in (None, "", ":memory:"):
+        raise ConfigError(f"storage.url: expected sqlite:///PATH, got {parsed.render_as_string(hide_password=True)}")
 
 
 def _get_or_set(connection: Connection, key: str, default: str) -> str:

@@ -45,4 +45,6 @@ def _version(connection: Connection) -> int:
     if not inspect(connection).has_table("meta"):
         return 0
     value = connection.scalar(select(meta.c.value).where(meta.c.key == "schema_version"))
-    return int(value or 0)
+    if value is None or not value.isdecimal():
+        raise LedgerError(f"the ledger's schema version is {value!r}, expected a number: is this a ledger?")
+    return int(value)

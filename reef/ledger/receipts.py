@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from sqlalchemy import Connection, insert, select
 
-from reef.errors import NotFoundError
+from reef.errors import ConflictError, NotFoundError
 from reef.ledger.codec import (
     digest,
     from_json,
@@ -22,6 +22,9 @@ from reef.ledger.schema import receipts, requests
 from reef.types import FinishReason, Generation, Ids, Receipt, Request, Sampling, Span
 
 _NEUTRAL = Sampling(max_tokens=0)
+# Built once: making a statement costs more than running it.
+_INSERT_REQUEST = insert(requests)
+_INSERT_RECEIPT = insert(receipts)
 
 
 def make(request: Request, choice: int, generation: Generation, engine_build: str, id: str, now: float) -> Receipt:
@@ -79,32 +82,39 @@ def compute_digest(receipt: Receipt) -> str:
 
 
 def record(connection: Connection, request: Request, made: Sequence[Receipt]) -> None:
-    """Store one completion: its request, and a receipt for each choice."""
+    """Store one completion: its request, and a receipt for each choice.
+
+    Raises:
+        NotFoundError: the request continues a receipt that is not there.
+        ConflictError: the prompt does not begin with that receipt's ids.
+    """
     prefix = _prefix_length(connection, request)
-    connection.execute(
-        insert(requests).values(
-            id=request.id,
-            scenario=request.scenario,
-            session=request.session,
-            purpose=request.purpose,
-            api=request.api,
-            parent=request.parent,
-            prompt_ids=pack_ids(request.prompt_ids[prefix:]),
-            prompt_length=len(request.prompt_ids),
-            prompt_digest=digest(pack_ids(request.prompt_ids)),
-            sampling=_sampling_to_json(request.sampling),
-            body=pack_body(request.body),
-            tags=to_json(dict(request.tags)),
-            template_digest=request.template_digest,
-            tokenizer_digest=request.tokenizer_digest,
-            engine_build=made[0].engine_build,
-            created_at=request.created_at,
-        )
-    )
-    connection.execute(insert(receipts), [_row(receipt) for receipt in made])
+    connection.execute(_INSERT_REQUEST, _request_row(request, prefix, made[0].engine_build))
+    connection.execute(_INSERT_RECEIPT, [_receipt_row(receipt) for receipt in made])
 
 
-def _row(receipt: Receipt) -> dict[str, object]:
+def _request_row(request: Request, prefix: int, engine_build: str) -> dict[str, object]:
+    return {
+        "id": request.id,
+        "scenario": request.scenario,
+        "session": request.session,
+        "purpose": request.purpose,
+        "api": request.api,
+        "parent": request.parent,
+        "prompt_ids": pack_ids(request.prompt_ids[prefix:]),
+        "prompt_length": len(request.prompt_ids),
+        "prompt_digest": digest(pack_ids(request.prompt_ids)),
+        "sampling": _sampling_to_json(request.sampling),
+        "body": pack_body(request.body),
+        "tags": to_json(dict(request.tags)),
+        "template_digest": request.template_digest,
+        "tokenizer_digest": request.tokenizer_digest,
+        "engine_build": engine_build,
+        "created_at": request.created_at,
+    }
+
+
+def _receipt_row(receipt: Receipt) -> dict[str, object]:
     generation = receipt.generation
     return {
         "id": receipt.id,
@@ -194,13 +204,16 @@ def _prefix_length(connection: Connection, request: Request) -> int:
     if request.parent is None:
         return 0
     row = connection.execute(
-        select(receipts.c.num_tokens, requests.c.prompt_length)
+        select(receipts.c.output_ids, requests.c.prompt_length, requests.c.prompt_digest)
         .join(requests, requests.c.id == receipts.c.request_id)
         .where(receipts.c.id == request.parent)
     ).first()
     if row is None:
         raise NotFoundError(f"no receipt {request.parent} to continue", code="receipt_not_found")
-    return int(row.prompt_length + row.num_tokens)
+    before, sampled = np.split(request.prompt_ids[: row.prompt_length + len(row.output_ids) // 4], [row.prompt_length])
+    if digest(pack_ids(before)) != row.prompt_digest or pack_ids(sampled) != row.output_ids:
+        raise ConflictError(f"the prompt does not begin with the ids of receipt {request.parent}", code="not_continued")
+    return len(before) + len(sampled)
 
 
 def _spans_to_rows(spans: Sequence[Span]) -> list[list[int | str]]:

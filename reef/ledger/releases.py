@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, or_, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from reef.errors import NotFoundError
 from reef.ledger.codec import from_json, to_json
@@ -162,20 +162,6 @@ def evaluations_of(connection: Connection, release_ids: Iterable[str]) -> dict[s
     for row in connection.execute(query):
         found.setdefault(row.release_id, []).append(from_json(row.body))
     return found
-
-
-def named_paths(connection: Connection, scenario: str) -> set[str]:
-    """Weight and checkpoint directories that the chain still needs; anything else beside them is a left-over."""
-    query = select(releases.c.path, releases.c.checkpoint, releases.c.restorable).where(
-        releases.c.scenario == scenario, or_(releases.c.restorable, releases.c.checkpoint.is_not(None))
-    )
-    named: set[str] = set()
-    for row in connection.execute(query):
-        if row.restorable:
-            named.add(row.path)
-        if row.checkpoint:
-            named.add(row.checkpoint)
-    return named
 
 
 def _from_row(row: Row[Any]) -> Release:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, NotSupportedError, ProgrammingError
 
 from reef.errors import OwnershipLostError, ReefError, UnavailableError
 from reef.ledger.schema import meta
@@ -94,6 +94,8 @@ class Writer:
             _fail(group, error)
         except DBAPIError as error:
             _fail(group, UnavailableError(f"the ledger cannot be written now: {error.orig}", retry_after_s=1))
+        except Exception as error:  # noqa: BLE001 - a supervisor: without this thread every later write would hang
+            _fail(group, error)
 
     def _check_epoch(self, connection: Connection) -> None:
         epoch = connection.scalar(select(meta.c.value).where(meta.c.key == "epoch"))
@@ -119,7 +121,7 @@ def _apply(connection: Connection, write: _Write) -> None:
 
 def _is_about_the_database(error: DBAPIError) -> bool:
     """Full, locked, read-only or gone: no op of the transaction can succeed. (A refused row is the op's own.)"""
-    return type(error).__name__ not in ("IntegrityError", "DataError", "StatementError")
+    return not isinstance(error, IntegrityError | DataError | ProgrammingError | InterfaceError | NotSupportedError)
 
 
 def _fail(group: list[_Write], error: BaseException) -> None:

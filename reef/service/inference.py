@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
@@ -21,6 +22,8 @@ from reef.service.house import House
 from reef.service.wire import SamplingBody
 from reef.types import PURPOSES, FinishReason, Generation, Ids, Receipt, Request
 
+T = TypeVar("T")
+Item = Chunk | Sequence[Receipt]  # of a stream: chunks, then the receipts of all choices
 TAG_PREFIX = "x-reef-tag-"
 
 
@@ -45,8 +48,8 @@ async def prepare(
     purpose = http.headers.get("x-reef-purpose", "train")
     if purpose not in PURPOSES:
         raise BadRequestError(f"x-reef-purpose: expected one of {PURPOSES}, got {purpose!r}", param="x-reef-purpose")
-    scenario = await house.scenario_of(http)
     sampling = body.sampling(_max_tokens(house, prompt_ids, limit))
+    scenario = await house.scenario_of(http)  # last: a request that is refused creates none
     if house.config.inference.sampling == "neutral" and sampling.inexact_reason() not in (None, "greedy"):
         house.metrics.neutralised.inc()
         sampling = sampling.neutralised()
@@ -72,11 +75,11 @@ async def run_whole(house: House, http: HttpRequest, request: Request) -> Sequen
     """Sample all choices and record them. A client that goes away aborts the work on the engine."""
     with _in_flight(house):
         async with house.engines.acquire() as engine:
-            generations = await _unless_gone(http, asyncio.create_task(engine.generate(request)))
+            generations = await unless_gone(http, asyncio.create_task(engine.generate(request)))
     return await _record(house, request, generations)
 
 
-async def run_stream(house: House, request: Request) -> AsyncIterator[Chunk | Sequence[Receipt]]:
+async def run_stream(house: House, request: Request) -> AsyncGenerator[Item]:
     """Chunks as they come, then the receipts. Closed early (a client gone), what was sampled is kept as aborted."""
     seen: list[list[Chunk]] = [[] for _ in range(request.n)]
     finished: list[Generation | None] = [None] * request.n
@@ -92,8 +95,6 @@ async def run_stream(house: House, request: Request) -> AsyncIterator[Chunk | Se
             if any(len(generation.output_ids) for generation in kept):
                 house.keep(asyncio.create_task(_record_aborted(house, request, kept)))
             raise
-    if any(generation is None for generation in finished):
-        raise ReefError("the engine's stream ended before its last token", code="engine_stream_cut")
     yield await _record(house, request, [generation for generation in finished if generation is not None])
 
 
@@ -159,7 +160,8 @@ def _in_flight(house: House) -> Iterator[None]:
         house.num_in_flight -= 1
 
 
-async def _unless_gone(http: HttpRequest, work: asyncio.Task[tuple[Generation, ...]]) -> tuple[Generation, ...]:
+async def unless_gone(http: HttpRequest, work: asyncio.Task[T]) -> T:
+    """What `work` returns. Raises ClientGoneError, and cancels the work, where the client goes away first."""
     gone = asyncio.create_task(_disconnected(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)

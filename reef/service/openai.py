@@ -1,7 +1,8 @@
 """OpenAI's inference routes: chat completions, completions, models; whole and streamed."""
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import orjson
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from reef.chat.template import Detokenizer, Template, cut_at_stop
 from reef.engines.client import Chunk
@@ -16,7 +18,7 @@ from reef.errors import BadRequestError, ReefError
 from reef.service.errors import error_body
 from reef.service.house import House
 from reef.service.http import body_schema, house_of, json_response, read_body
-from reef.service.inference import prepare, run_stream, run_whole
+from reef.service.inference import Item, prepare, run_stream, run_whole, unless_gone
 from reef.service.wire import ChatBody, CompletionBody, SamplingBody, parse
 from reef.types import Receipt, Request
 
@@ -149,7 +151,10 @@ def finite(logprob: float) -> float:
 
 async def _answer(house: House, http: HttpRequest, request: Request, body: SamplingBody, shape: Chat) -> Response:
     if body.stream:
-        return StreamingResponse(_events(house, request, shape), media_type="text/event-stream")
+        items = run_stream(house, request)
+        # The status line waits for the engine's first token: until then a refusal is a status, not an event.
+        first = await unless_gone(http, asyncio.create_task(_next(items)))
+        return EventStream(_events(house, request, shape, _chain(first, items)), items)
     made = await run_whole(house, http, request)
     texts = await house.template.decode_all([receipt.generation.output_ids for receipt in made])
     choices = [
@@ -168,7 +173,33 @@ async def _answer(house: House, http: HttpRequest, request: Request, body: Sampl
     return json_response(answer, headers=receipt_headers(made))
 
 
-async def _events(house: House, request: Request, shape: Chat) -> AsyncIterator[bytes]:
+class EventStream(StreamingResponse):
+    """Server-sent events. However the connection ends, so does their source: the engine stops sampling at once."""
+
+    def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Item]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._source.aclose()
+
+
+async def _next(items: AsyncGenerator[Item]) -> Item:
+    return await anext(items)
+
+
+async def _chain(first: Item, rest: AsyncGenerator[Item]) -> AsyncGenerator[Item]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+async def _events(house: House, request: Request, shape: Chat, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
     """Server-sent events: deltas, finish reasons, the receipts once they are durable, usage, [DONE]."""
     frame = _frame(house, request, shape, shape.chunk_object)
     texts = [Detokenizer(house.template, request.sampling.stop) for _ in range(request.n)]
@@ -178,23 +209,22 @@ async def _events(house: House, request: Request, shape: Chat) -> AsyncIterator[
         return b"data: " + orjson.dumps({**frame, "choices": choices, **more}) + b"\n\n"
 
     try:
-        async for item in run_stream(house, request):
+        async for item in items:
             if not isinstance(item, Chunk):
                 for line in _last_events(item, request, shape, event):
                     yield line
                 continue
-            first = shape.first_delta()
-            if not started[item.choice] and first is not None:
-                yield event([{"index": item.choice, **first, "finish_reason": None}])
+            opening = shape.first_delta()
+            if not started[item.choice] and opening is not None:
+                yield event([{"index": item.choice, **opening, "finish_reason": None}])
             started[item.choice] = True
-            text = texts[item.choice].push(item.ids)
-            if item.generation is not None:
-                text += texts[item.choice].finish(item.generation.matched)
+            detokenizer, whole = texts[item.choice], item.generation
+            text = detokenizer.push(item.ids) if whole is None else detokenizer.finish(item.ids, whole.matched)
             token_ids = {"token_ids": list(item.ids)} if shape.body.return_token_ids else {}
             if item.ids or text:
                 yield event([{"index": item.choice, **shape.delta(text, item), "finish_reason": None, **token_ids}])
-            if item.generation is not None:
-                reason = item.generation.finish_reason.value
+            if whole is not None:
+                reason = whole.finish_reason.value
                 yield event([{"index": item.choice, **shape.last_delta(), "finish_reason": reason}])
     except ReefError as error:  # the status line is out already: the error is an event, and there is no receipt
         yield b"data: " + orjson.dumps(error_body(error)) + b"\n\n"

@@ -46,7 +46,7 @@ async def post_report(http: HttpRequest) -> Response:
     return json_response(stored)
 
 
-@router.get("/reef/reports/{report_id}")
+@router.get("/reef/reports/{report_id:path}")
 async def get_report(report_id: str, http: HttpRequest) -> Response:
     """Where a report is, and why."""
     house = house_of(http)

@@ -89,7 +89,7 @@ class _Run:
         self._handle_signals()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
         host, port = self._listener.getsockname()[:2]
-        url = f"http://{host}:{port}"
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._announce(f"listening on {url}, logs in {self._config.logs_dir}")
         starting = asyncio.create_task(self._start(), name="start")
         (self._config.reef.run_dir / "service.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
@@ -250,9 +250,9 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(4096)  # the other one to bind this port at the same moment may be first here
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror} (reef.host, reef.port)") from None
-    listener.listen(4096)
     listener.setblocking(False)
     return listener

@@ -1,10 +1,11 @@
 """Bodies that clients send, and how they become types. Unknown fields are refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from reef.errors import BadRequestError
 from reef.types import Sampling
@@ -12,7 +13,10 @@ from reef.types import Sampling
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_IDS = 256
 MAX_REFERENCES = 1024
+MAX_DEPTH = 64  # of lists and objects within one another in a field that takes any JSON
+MAX_INT = 2**31 - 1
 
 
 class Body(BaseModel):
@@ -23,6 +27,20 @@ class Body(BaseModel):
 
 B = TypeVar("B", bound=Body)
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
+def _shallow(value: Any, levels: int = MAX_DEPTH) -> Any:
+    """Refuses what could be read here and not written again."""
+    if levels == 0:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        _shallow(item, levels - 1)
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 class TextPart(Body):
@@ -54,15 +72,15 @@ class SamplingBody(Body):
     n: int | None = Field(None, ge=1, le=MAX_N)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool = False
@@ -100,7 +118,7 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @property
     def limit(self) -> int | None:
@@ -110,7 +128,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions: `prompt` is text or token ids."""
 
-    prompt: str | list[int]
+    prompt: str | list[TokenId]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @property
@@ -132,12 +150,12 @@ class ReportBody(Body):
     reason_code: str | None = None
     rewards: dict[str, float] | None = None
     reference_scores: list[float | None] | None = None
-    feedback: str | dict[str, Any] | None = None
+    feedback: str | JsonObject | None = None
     references: list[Name] = Field(max_length=MAX_REFERENCES)
     group: Name | None = None
     grader: GraderBody | None = None
     truncated: bool = False
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
 
     def check(self) -> None:
         """Raises BadRequestError where fields contradict one another."""
@@ -166,20 +184,52 @@ class UpdateBody(Body):
 
 def parse(model: type[B], raw: bytes) -> B:
     """Check a body. Raises BadRequestError naming the first field that is wrong."""
+    broken: BadRequestError | None = None
     try:
-        return model.model_validate_json(raw or b"{}")
+        value = orjson.loads(raw or b"{}")
+    except orjson.JSONDecodeError as error:
+        broken = BadRequestError(f"the body is not JSON: {error}", code="invalid_json")
+        try:  # with NaN and Infinity, as Python's json writes them: then the field's name says more
+            value = from_json(raw)
+        except ValueError:
+            raise broken from None
+    if not isinstance(value, dict):
+        raise BadRequestError(f"expected a JSON object, got {type(value).__name__}")
+    try:
+        checked = model.model_validate(value)
     except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "json_invalid":
-        raise BadRequestError(f"the body is not JSON: {detail['ctx']['error']}", code="invalid_json")
+        raise _explained(error, value) from None
+    if broken is not None:
+        raise broken
+    return checked
+
+
+def _explained(error: ValidationError, body: Any) -> BadRequestError:
+    details = error.errors(include_url=False)
+    fields = [_field(detail["loc"], detail["type"], body) for detail in details]
+    # A field with several types has an error for each: the one that got furthest says most.
+    same = (i for i, field in enumerate(fields) if f"{field}.".startswith(f"{fields[0]}."))
+    index = max(same, key=lambda i: len(fields[i]))
+    detail, field = details[index], fields[index]
     if detail["type"] == "extra_forbidden":
-        raise BadRequestError(f"unknown field {field}", param=field, code="unknown_field")
+        return BadRequestError(f"unknown field {field}", param=field, code="unknown_field")
     if detail["type"] == "missing":
-        raise BadRequestError(f"{field} is missing", param=field, code="missing_field")
-    shown = repr(detail["input"])
-    message = detail["msg"][:1].lower() + detail["msg"][1:]
-    raise BadRequestError(f"{field or 'the body'}: {message}, got {shown[:120]}", param=field or None)
+        return BadRequestError(f"{field} is missing", param=field, code="missing_field")
+    message = detail["msg"].removeprefix("Value error, ")
+    shown = repr(detail["input"])[:120]
+    return BadRequestError(f"{field}: {message[:1].lower()}{message[1:]}, got {shown}", param=field)
+
+
+def _field(location: Sequence[int | str], kind: str, body: Any) -> str:
+    """`messages.0.content`: pydantic's location without the names of types, which are in no body."""
+    parts: list[str] = []
+    for part in location:
+        inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        if inside:
+            body = body[part]
+        if inside or (kind == "missing" and part == location[-1]):
+            parts.append(str(part))
+    return ".".join(parts)
 
 
 def parse_json(raw: bytes) -> Mapping[str, Any]:
@@ -190,4 +240,8 @@ def parse_json(raw: bytes) -> Mapping[str, Any]:
         raise BadRequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise BadRequestError(f"expected a JSON object, got {type(value).__name__}")
+    try:
+        _shallow(value)
+    except ValueError as error:
+        raise BadRequestError(str(error)) from None
     return value

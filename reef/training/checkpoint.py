@@ -82,9 +82,12 @@ def restore(directory: Path, policy: Policy) -> int:
         raise LoadFailedError(f"{directory} is not a complete checkpoint: it has no {COMPLETE}")
     with device.megatron_calls():
         state = dist_checkpointing.load(_state(policy, loading=True), str(directory))
+        steps_done = int(state["steps_done"])
+        # Megatron leaves out the count of steps while it is 0, and torch's optimizer insists on one.
+        inner = state["optimizer"].get("optimizer", state["optimizer"])  # bfloat16 keeps its main weights beside it
+        inner["state"]["common_step"] = torch.tensor(float(steps_done))
         policy.module.load_state_dict(state["model"])
         policy.optimizer.load_state_dict(state["optimizer"])
-    steps_done = int(state["steps_done"])
     set_optimizer_steps(policy.optimizer, steps_done)
     set_rng_state(state["rng"])
     return steps_done

@@ -37,6 +37,35 @@ def entries(architecture: Architecture, parameters: Iterable[str], first_layer: 
         parameters: the names in this rank's GPTModel.
         first_layer: number of the stage's first layer in the whole model, from 0.
     """
+    table = _table(architecture, first_layer)
+    return {name: table[name] for name in parameters}
+
+
+def check_names(architecture: Architecture, found: Iterable[str]) -> None:
+    """Refuse a model directory that lacks a tensor of this architecture, or holds one that would be lost.
+
+    Raises:
+        ConfigError: names the first tensors that are missing or unknown.
+    """
+    table = _table(architecture, 0)
+    if not architecture.qkv_bias:
+        table = {name: entry for name, entry in table.items() if not name.endswith(".bias")}
+    if not architecture.qk_norm:
+        table = {
+            name: entry for name, entry in table.items() if "q_layernorm" not in name and "k_layernorm" not in name
+        }
+    expected = {name for entry in table.values() for name in entry.names}
+    missing = sorted(expected - set(found))
+    unknown = sorted(set(found) - expected - {OUTPUT})  # a tied model may hold its output layer or not
+    if missing or unknown:
+        what, names = ("lacks", missing) if missing else ("holds tensors that Reef does not train:", unknown)
+        raise ConfigError(
+            f"the {architecture.model_type} model {what} {', '.join(names[:3])}", param="inference.model-path"
+        )
+
+
+def _table(architecture: Architecture, first_layer: int) -> dict[str, Entry]:
+    """Entries of every parameter that a stage beginning at `first_layer` may have."""
     table = {
         "embedding.word_embeddings.weight": Entry((EMBEDDING,), 0),
         "decoder.final_layernorm.weight": Entry(("model.norm.weight",)),
@@ -45,7 +74,7 @@ def entries(architecture: Architecture, parameters: Iterable[str], first_layer: 
     }
     for local in range(architecture.num_layers - first_layer):
         table |= _layer(f"decoder.layers.{local}.", f"model.layers.{first_layer + local}.")
-    return {name: table[name] for name in parameters}
+    return table
 
 
 def _layer(ours: str, theirs: str) -> dict[str, Entry]:

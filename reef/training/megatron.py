@@ -23,6 +23,7 @@ from reef.config import Layout, OptimizerOptions
 from reef.errors import StepFailedError
 from reef.training import convert, device
 from reef.training.architecture import Architecture
+from reef.training.attention import FusedCausalAttention
 from reef.training.weights import WeightFiles
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,9 +63,7 @@ def build(architecture: Architecture, layout: Layout, dtype: str, weights: Weigh
         config = _model_config(architecture, layout, DTYPES[dtype])
         module = GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(
-                qk_layernorm=architecture.qk_norm, normalization=config.normalization
-            ),
+            transformer_layer_spec=_layer_spec(config),
             vocab_size=architecture.vocab_size,
             max_sequence_length=architecture.context_length,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -95,6 +94,12 @@ def build(architecture: Architecture, layout: Layout, dtype: str, weights: Weigh
     return Policy(architecture, module, model, optimizer, first_layer)
 
 
+def _layer_spec(config: TransformerConfig) -> Any:
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.submodules.self_attention.submodules.core_attention = FusedCausalAttention
+    return spec
+
+
 def _model_config(architecture: Architecture, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -117,10 +122,13 @@ def _model_config(architecture: Architecture, layout: Layout, dtype: torch.dtype
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        perform_initialization=False,  # weights are loaded at once
+        # Weights are loaded at once. Megatron's initialisation must still pass over them, since it also marks which
+        # are cut over tensor ranks; without the marks the gradient norm would miss all ranks but the first.
+        perform_initialization=True,
         use_cpu_initialization=True,
+        init_method=_leave_as_it_is,
+        output_layer_init_method=_leave_as_it_is,
         calculate_per_token_loss=True,  # gradients are summed over microbatches and ranks; see `_finalize`
-        attention_softmax_in_fp32=True,
         # Microbatches differ in length, so that stages must tell each other the shape.
         variable_seq_lengths=layout.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # no experts here, but variable lengths insist on it
@@ -133,6 +141,10 @@ def _model_config(architecture: Architecture, layout: Layout, dtype: torch.dtype
         cross_entropy_loss_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _leave_as_it_is(weight: torch.Tensor) -> None:
+    """An initialisation that draws nothing."""
 
 
 def _finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:

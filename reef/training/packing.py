@@ -27,8 +27,7 @@ def split(lengths: Sequence[int], budget_tokens: int, data_ranks: int = 1) -> tu
     """
     if not lengths:
         return ()
-    share = max(max(lengths), math.ceil(sum(lengths) / data_ranks))
-    budget = min(budget_tokens, share) if data_ranks > 1 else budget_tokens
+    budget = min(budget_tokens, max(lengths) * math.ceil(len(lengths) / data_ranks))
     microbatches: list[list[int]] = []
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if microbatches:

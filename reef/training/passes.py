@@ -4,7 +4,7 @@ Shape letters: B rows, T padded length, V vocabulary entries of this tensor rank
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +52,7 @@ def _run(
     def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         microbatch = next(batches)
         with device.model_calls():
-            output = model(
-                microbatch.ids, microbatch.positions, _causal_mask(microbatch.ids.shape[1], microbatch.ids.device)
-            )
+            output = model(microbatch.ids, microbatch.positions, None)
         return output, partial(_apply, loss, microbatch)
 
     with device.megatron_calls():
@@ -68,12 +66,6 @@ def _run(
             forward_only=forward_only,
         )
     return passed
-
-
-@lru_cache(maxsize=64)
-def _causal_mask(length: int, where: torch.device) -> torch.Tensor:
-    """[1, 1, T, T], True where a position may not look. The local spec would make the same one, on CUDA only."""
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=where).triu(1)
 
 
 def _apply(

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save
 
-from reef.errors import ConfigError
 from reef.training import convert, durable, manifest
 from reef.training.megatron import Policy
 from reef.training.weights import WeightFiles
@@ -45,9 +44,6 @@ def publish(
         tensors: the whole policy under Hugging Face names.
         base: the model that training began with; its other files (config, tokenizer) are copied.
         directory: where releases live.
-
-    Raises:
-        ConfigError: the base holds a tensor that the policy does not have.
     """
     target = directory / release_id
     partial = durable.begin(target)
@@ -78,11 +74,9 @@ def publish(
 
 
 def _tensor(tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
-    # A tied base may still hold its output layer: then it is the embedding.
-    found = tensors.get(name, tensors[convert.EMBEDDING] if name == convert.OUTPUT else None)
-    if found is None:
-        raise ConfigError(f"the base model holds {name}, which Reef does not train", param="inference.model-path")
-    return found.to(device="cpu", dtype=dtype).contiguous()
+    if name == convert.OUTPUT and name not in tensors:  # a tied base may still hold its output layer
+        return _tensor(tensors, convert.EMBEDDING, dtype).clone()
+    return tensors[name].to(device="cpu", dtype=dtype).contiguous()
 
 
 def _belongs_to_model(path: Path) -> bool:

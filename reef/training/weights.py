@@ -25,13 +25,7 @@ class WeightFiles:
     metadata: Mapping[str, dict[str, str]]  # each file's own, by file name
 
     def read(self, name: str, split: int | None, rank: int, size: int) -> torch.Tensor:
-        """Read rank's part of a tensor, cut into `size` along dimension `split` (None: all of it).
-
-        Raises:
-            ConfigError: the tensor is not in the directory.
-        """
-        if name not in self.files:
-            raise ConfigError(f"{self.directory} has no tensor {name}", param="inference.model-path")
+        """Read rank's part of a tensor, cut into `size` along dimension `split` (None: all of it)."""
         with safe_open(self.directory / self.files[name], framework="pt") as file:
             if split is None or size == 1:
                 tensor: torch.Tensor = file.get_tensor(name)

@@ -12,7 +12,7 @@ from reef.config import Layout, OptimizerOptions
 from reef.errors import ReefError
 from reef.methods.base import Method
 from reef.methods.base import build as build_method
-from reef.training import checkpoint, device, megatron
+from reef.training import checkpoint, convert, device, megatron
 from reef.training.actor import WorkerSpec
 from reef.training.architecture import check_layout, read_architecture
 from reef.training.packing import Microbatch, collate, collate_ids, split
@@ -39,8 +39,13 @@ class MegatronWorker:
         layout = Layout.model_validate(spec.settings["layout"])
         check_layout(architecture, layout)
         self._weights = open_weights(spec.model_path)
+        convert.check_names(architecture, self._weights.files)
         megatron.join_ranks(spec.rank, spec.world_size, layout, spec.rendezvous, spec.settings["seed"])
-        self._policy = megatron.build(architecture, layout, spec.settings["dtype"], self._weights)
+        try:
+            self._policy = megatron.build(architecture, layout, spec.settings["dtype"], self._weights)
+        except ReefError:
+            megatron.leave_ranks()
+            raise
         self._probe_ids = _probe_ids(architecture.vocab_size)
         self._steps_done = 0
 

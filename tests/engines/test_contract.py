@@ -261,17 +261,17 @@ def test_a_load_of_a_missing_directory_fails_and_the_server_lives(server) -> Non
 
 def test_retract_recomputes_the_cache_so_each_span_matches_its_own_weights(server, model_dir, reference) -> None:
     other, prompt = model_dir("qwen3-b"), PROMPTS[3]
-    running = server.started(prompt, 1500)
+    running = server.started(prompt, 800)
     assert server.post("/pause_generation", mode="retract").status_code == 200
     assert server.load(other, "v1", flush_cache=True).status_code == 200
     time.sleep(0.1)
     assert not running.done()
     assert server.post("/continue_generation").status_code == 200
     answer = running.result(30)
-    assert len(answer["output_ids"]) == 1500
+    assert len(answer["output_ids"]) == 800
     old, new = answer["meta_info"]["weight_versions"]
-    assert (old["version"], old["start"], new["version"], new["end"]) == ("v0", 0, "v1", 1500)
-    assert 0 < old["end"] == new["start"] < 1500
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("v0", 0, "v1", 800)
+    assert 0 < old["end"] == new["start"] < 800
     ids = prompt + answer["output_ids"]
     assert_matches(reference(server.path, ids), prompt, answer, 0, old["end"])
     assert_matches(reference(other, ids), prompt, answer, new["start"])
@@ -279,7 +279,7 @@ def test_retract_recomputes_the_cache_so_each_span_matches_its_own_weights(serve
 
 def test_in_place_keeps_the_cache_and_still_names_each_span(server, model_dir, reference) -> None:
     other, prompt = model_dir("qwen3-b"), PROMPTS[3]
-    running = server.started(prompt, 1500)
+    running = server.started(prompt, 800)
     server.post("/pause_generation", mode="in_place")
     assert server.load(other, "v1", flush_cache=False).status_code == 200
     server.post("/continue_generation")
@@ -293,11 +293,11 @@ def test_in_place_keeps_the_cache_and_still_names_each_span(server, model_dir, r
 
 
 def test_a_flush_while_requests_run_in_place_is_refused(server) -> None:
-    running = server.started(PROMPTS[0], 1500)
+    running = server.started(PROMPTS[0], 800)
     server.post("/pause_generation", mode="in_place")
     assert server.get("/flush_cache").status_code == 400
     server.post("/continue_generation")
-    assert len(running.result(30)["output_ids"]) == 1500
+    assert len(running.result(30)["output_ids"]) == 800
 
 
 def test_pause_abort_ends_what_runs_and_holds_what_comes(server) -> None:
@@ -312,23 +312,23 @@ def test_pause_abort_ends_what_runs_and_holds_what_comes(server) -> None:
 
 
 def test_paused_with_one_running_and_one_queued_both_finish_after_a_flush(server) -> None:
-    running = server.started(PROMPTS[0], 1000)
+    running = server.started(PROMPTS[0], 500)
     server.post("/pause_generation", mode="retract")
     queued = server.pool.submit(server.generate, PROMPTS[1], 8)
     time.sleep(0.1)
     assert server.post("/flush_cache").status_code == 200
     server.post("/continue_generation")
-    assert len(running.result(30)["output_ids"]) == 1000
+    assert len(running.result(30)["output_ids"]) == 500
     assert len(queued.result(30)["output_ids"]) == 8
 
 
 def test_a_load_without_a_pause_waits_for_the_requests_before_it(server, model_dir, reference) -> None:
     other = model_dir("qwen3-b")
-    running = server.started(PROMPTS[0], 1000)
+    running = server.started(PROMPTS[0], 500)
     loading = server.pool.submit(server.load, other, "v1")
     answer = running.result(30)
     assert loading.result(30).status_code == 200
-    assert answer["meta_info"]["weight_versions"] == [{"version": "v0", "start": 0, "end": 1000}]
+    assert answer["meta_info"]["weight_versions"] == [{"version": "v0", "start": 0, "end": 500}]
     assert server.generate(PROMPTS[0], 2)["meta_info"]["weight_version"] == "v1"
 
 
@@ -343,7 +343,7 @@ def test_health_routes_answer(server) -> None:
 
 
 def test_a_duplicate_request_id_is_refused(server) -> None:
-    running = server.started(PROMPTS[0], 1500, rid="twice")
+    running = server.started(PROMPTS[0], 800, rid="twice")
     server.generate(PROMPTS[1], 2, rid="twice", expect=400)
     server.post("/abort_request", rid="twice")
     running.result(20)

@@ -45,7 +45,7 @@ def test_a_thread_that_dies_says_so_and_takes_nothing_more(engine, monkeypatch, 
     assert "corrupt queue" in caplog.text
 
 
-def test_stop_fails_a_load_that_waits(engine, model_dir) -> None:
+def test_commands_run_on_the_thread_until_it_is_stopped(engine, model_dir) -> None:
     async def scenario() -> None:
         engine.start(asyncio.get_running_loop(), lambda: None)
         await engine.rename("v1")

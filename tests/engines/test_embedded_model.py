@@ -61,6 +61,7 @@ def test_growing_and_moving_the_cache_keeps_its_contents(model_dir) -> None:
     assert torch.equal(keys[:, :5], kv[0, 1])
     assert torch.equal(values[:, :5], kv[1, 1])
     assert not keys[:, 5].any()
+    assert not cache.append(0, cache.slots(torch.tensor([5])), new, 1, 900)[0][:, 6:].any()  # never garbage
 
 
 def test_the_cache_is_bounded_by_rows_and_by_padded_tokens(model_dir) -> None:

@@ -202,6 +202,22 @@ def test_logits_that_are_not_finite_end_their_request_only(house) -> None:
     assert h.outputs["good"].finish == {"type": "length", "length": 6}
 
 
+def test_what_a_broken_request_leaves_in_the_cache_harms_nobody(house) -> None:
+    clean, h = house(), house()
+    clean.ask("next", [5, 6], 30)
+    clean.run()
+    h.model.weights.norm.fill_(float("nan"))
+    h.model.weights.layers[0].attention_norm.fill_(float("nan"))  # keys and values become NaN too
+    h.ask("bad", [9] * 40, 6)
+    h.run()
+    assert h.outputs["bad"].finish["status_code"] == 500
+    h.model.weights = clean.model.weights
+    h.ask("next", [5, 6], 30)
+    h.ask("longer", [8] * 60, 30)  # makes "next" read columns that "bad" wrote
+    h.run()
+    assert h.outputs["next"].output_ids.tolist() == clean.outputs["next"].output_ids.tolist()
+
+
 def test_a_load_waits_for_those_before_it_and_holds_those_after_it(house) -> None:
     h, replies = house(), []
     h.ask("before", [5, 6], 5)

@@ -147,6 +147,19 @@ def test_a_client_that_goes_away_frees_its_row_even_while_paused(small, stream) 
     small.post("/continue_generation")
 
 
+def test_clients_that_leave_at_once_leave_nothing_behind(small) -> None:
+    for attempt in range(10):
+        content = json.dumps(small.body(PROMPT, 1500, stream=attempt % 2 == 0, rid="early")).encode()
+        head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(small.url.rsplit(":", 1)[1]))) as raw:
+            raw.sendall(head.encode() + content)
+    deadline = time.monotonic() + 10
+    while small.post("/generate", **small.body(PROMPT, 1, rid="early")).status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert small.get("/server_info").json()["internal_states"][0]["num_running_requests"] == 0
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +254,7 @@ def _run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.slow
 def test_a_bad_directory_a_taken_port_and_an_open_host_end_with_2_and_a_reason(tmp_path, small) -> None:
     bad = _run("--model-path", str(tmp_path), "--port", "0")
     assert (bad.returncode, "config.json" in bad.stderr) == (2, True)
@@ -251,6 +265,7 @@ def test_a_bad_directory_a_taken_port_and_an_open_host_end_with_2_and_a_reason(t
     assert (exposed.returncode, "--api-key" in exposed.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_cleanly_with_requests_in_flight_and_keys_are_asked_for(start_embedded, model_dir) -> None:
     server = start_embedded(model_dir("qwen2"), "--api-key", "secret")
     assert server.get("/health").status_code == 200
@@ -265,6 +280,7 @@ def test_sigterm_ends_it_cleanly_with_requests_in_flight_and_keys_are_asked_for(
     assert running.result(5)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.slow
 def test_it_ends_when_its_parent_is_killed(model_dir, tmp_path) -> None:
     port_file = tmp_path / "port"
     script = textwrap.dedent(

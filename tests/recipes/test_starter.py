@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.arithmetic import pretrain
-from recipes.arithmetic.starter import build_tokenizer
+from recipes.arithmetic.model import build_tokenizer
 from recipes.arithmetic.task import Problem, held_out_set
 
 STARTER = Path(pretrain.__file__).parent / "starter"
@@ -23,8 +24,11 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(STARTER)
+def model() -> Iterator[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two threads wait for each other for minutes where the machine is busy
+    yield AutoModelForCausalLM.from_pretrained(STARTER)
+    torch.set_num_threads(threads)
 
 
 def test_the_committed_tokenizer_is_the_one_the_code_builds(tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ GPU machine. It knows nothing of Reef: no receipts, no scenarios, no training.
     weights.py       safetensors -> checked, fused tensors
     cache.py         keys and values of the running rows: one rectangle
     model.py         the forward pass: prefill and one-token decode
+    prefill.py       admitted prompts in chunks, equal ones once
     params.py        sampling parameters: parsed and checked
     sampling.py      logits -> tokens and log-probabilities, for all rows at once
     shaping.py       penalties, logit bias, min_new_tokens, for the few rows that ask
@@ -17,6 +18,8 @@ GPU machine. It knows nothing of Reef: no receipts, no scenarios, no training.
     scheduler.py     admit, prefill, decode, finish; pause, abort, load
     engine.py        the generation thread around the scheduler
     wire.py          JSON bodies <-> requests
+    answers.py       where the snapshots of one call are collected
+    http.py          bodies, errors and the key, as every route has them
     server.py        routes
     process.py       socket, port file, signals, the parent's death
 """

@@ -122,7 +122,7 @@ def build(args: argparse.Namespace) -> tuple[Engine, Server]:
 async def _serve(args: argparse.Namespace, listener: socket.socket, engine: Engine, server: Server) -> int:
     loop = asyncio.get_running_loop()
     http = process.HttpServer(server.app(args.api_key), args.log_level)
-    asked_to_stop = http.on_signals(loop)
+    asked_to_stop = process.stop_signals(loop)
     engine.start(loop, asked_to_stop.set)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     process.announce(listener, args.port_file)

@@ -7,6 +7,9 @@ D head_dim, B running rows, S columns in use.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from reef.engines.embedded.architecture import Architecture
@@ -47,6 +50,16 @@ class KVCache:
         for layer in self._layers:
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
+    def wipe(self, first_row: int, num_rows: int) -> None:
+        """Sets rows to zero. Needed where they may hold a NaN: a masked column still meets it (see `_zeros`)."""
+        for layer in self._layers:
+            layer[:, first_row : first_row + num_rows].zero_()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows allocated."""
+        return self._rows
+
     def store_prompts(self, layer: int, rows_R: torch.Tensor, prompts_R: torch.Tensor, kv: torch.Tensor) -> None:
         """Writes the keys and values of prompt `prompts_R[i]` into row `rows_R[i]`; `kv` is [2, prompts, K, P, D]."""
         self._layers[layer][:, :, :, : kv.shape[3]].index_copy_(1, rows_R, kv.index_select(1, prompts_R))
@@ -74,11 +87,19 @@ class KVCache:
         heads, dim = self._arch.num_kv_heads, self._arch.head_dim
         columns = self._columns_for(length)
         rows = self._rows_for(columns)
-        # Empty memory is only mapped when touched: an idle budget costs nothing. One tensor a layer: [2, R, K, T, D].
-        layers = [torch.empty(2, rows, heads, columns, dim, dtype=self._dtype) for _ in range(self._arch.num_layers)]
+        # One tensor a layer: [2, R, K, T, D].
+        layers = [_zeros((2, rows, heads, columns, dim), self._dtype) for _ in range(self._arch.num_layers)]
         # Nothing is assigned before every allocation has succeeded.
         self._layers, self._rows, self._columns = layers, rows, columns
         self._flat = [layer.view(-1, dim) for layer in layers]
         self._heads = [(part[0], part[1]) for part in (layer.view(2, -1, columns, dim) for layer in layers)]
         first = torch.arange(2 * rows * heads).view(2, rows, heads) * columns
         self._bases = first.transpose(0, 1).reshape(rows, 2 * heads)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that are only mapped when touched (calloc; `torch.zeros` writes them), so an idle budget costs nothing.
+
+    Zeros and not whatever memory holds: attention multiplies masked columns by 0, and 0 times NaN is NaN.
+    """
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

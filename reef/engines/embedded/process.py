@@ -89,12 +89,13 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to `on_signals`."""
+        """Leaves signals to `stop_signals`."""
         yield
 
-    def on_signals(self, loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-        """An event that SIGTERM and SIGINT set."""
-        asked = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, asked.set)
-        return asked
+
+def stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    return asked

@@ -243,6 +243,7 @@ class Scheduler:
         if broken.any():
             for row in np.flatnonzero(broken).tolist():
                 reasons[first + row] = _failure("the model gave logits that are not finite")
+                self._cache.wipe(first + row, 1)
         for row in sorted(reasons, reverse=True):
             self._send_final(rows.remove(row), reasons[row])
 
@@ -284,6 +285,7 @@ class Scheduler:
             for row in reversed(range(len(self.rows))):
                 if self.rows.requests[row] in affected:
                     self.rows.remove(row)
+            self._cache.wipe(len(self.rows), self._cache.num_rows - len(self.rows))
             for request in affected:
                 if request.finish is None:
                     self._send_final(request, finish)

@@ -1,40 +1,43 @@
-"""Routes of SGLang's native API over an engine.
-
-Errors of `/generate` have SGLang's two shapes: `{"error": {"message": …}}` with 400, and
-`{"object": "error", "message": …, "type": …, "param": null, "code": …}` with every other status.
-"""
+"""Routes of SGLang's native API over an engine."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.background import BackgroundTask
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from reef.engines.embedded import request as sequences
 from reef.engines.embedded.answers import Answers
 from reef.engines.embedded.engine import Engine
-from reef.engines.embedded.errors import BadRequestError, EngineStoppedError, QueueFullError
+from reef.engines.embedded.errors import BadRequestError
+from reef.engines.embedded.http import (
+    ERROR_HANDLERS,
+    RequireKey,
+    control_fields,
+    error_response,
+    read_json,
+    respond,
+    unless_client_leaves,
+)
 from reef.engines.embedded.text import Tokenizer
 from reef.engines.embedded.wire import Call, Parser, result
 
-MAX_BODY_BYTES = 64 * 2**20
 HEALTH_TIMEOUT_S = 20.0
 FLUSH_POLL_S = 0.02
+MAX_FLUSH_WAIT_S = 600.0
 PAUSE_MODES = ("abort", "retract", "in_place")
 """SGLang's; `abort` is the default."""
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
@@ -77,20 +80,14 @@ class Server:
             Route("/server_info", self.server_info, methods=get),
             Route("/get_server_info", self.server_info, methods=get),
         ]
-        handlers: dict[Any, Any] = {
-            BadRequestError: _bad_request,
-            QueueFullError: _unavailable,
-            EngineStoppedError: _unavailable,
-            ClientDisconnect: _client_left,
-        }
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        return app if api_key is None else _RequireKey(app, api_key)
+        app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+        return app if api_key is None else RequireKey(app, api_key)
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
-        body = await _json(request)
+        body = await read_json(request)
         answers = Answers()
         call = Parser(self._engine, self._tokenizer, self._eos_ids, answers.put).parse(body)
         duplicate = next((r.rid for r in call.requests if r.rid in self._live), None)
@@ -100,9 +97,11 @@ class Server:
         answers.expect(call.requests)
         self._live |= {r.rid: r for r in call.requests}
         if call.stream:
-            return StreamingResponse(self._stream(call, answers), media_type="text/event-stream")
+            # The stream releases the call itself, unless its client left before the first event was asked for.
+            release = BackgroundTask(self._release, call)
+            return StreamingResponse(self._stream(call, answers), media_type="text/event-stream", background=release)
         try:
-            finals = await _unless_client_leaves(request, answers.finals())
+            finals = await unless_client_leaves(request, answers.finals())
         finally:
             self._release(call)
         return self._whole(call, finals)
@@ -111,9 +110,9 @@ class Server:
         for snapshot in finals:
             status = (snapshot.finish or {}).get("status_code")
             if status is not None:
-                return _error(status, snapshot.finish["message"] if snapshot.finish else "")
+                return error_response(status, snapshot.finish["message"] if snapshot.finish else "")
         results = [result(r, s, self._tokenizer) for r, s in zip(call.requests, finals, strict=True)]
-        return _respond(results[0] if call.single else results)
+        return respond(results[0] if call.single else results)
 
     async def _stream(self, call: Call, answers: Answers) -> AsyncIterator[bytes]:
         """Server-sent events: everything so far in each (or, incremental, what is new), then `[DONE]`."""
@@ -134,9 +133,10 @@ class Server:
             self._release(call)
 
     def _release(self, call: Call) -> None:
-        """Forgets a call; what of it still runs has lost its client and is aborted."""
+        """Forgets a call, once or more; what of it still runs has lost its client and is aborted."""
         for request in call.requests:
-            self._live.pop(request.rid, None)
+            if self._live.get(request.rid) is request:
+                del self._live[request.rid]
         unfinished = [request for request in call.requests if request.finish is None]
         if unfinished:
             self._engine.abort(unfinished)
@@ -145,8 +145,8 @@ class Server:
 
     async def update_weights(self, request: Request) -> Response:
         """POST /update_weights_from_disk."""
-        body = _fields(
-            await _json(request),
+        body = control_fields(
+            await read_json(request),
             {"model_path": str, "weight_version": str, "flush_cache": bool, "abort_all_requests": bool},
             ignored=("is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph", "token_step", "rid"),
             fixed={"load_format": (None, "auto", "safetensors"), "manifest": (None,)},
@@ -165,33 +165,35 @@ class Server:
             "message": outcome.message,
             "num_paused_requests": outcome.num_paused_requests,
         }
-        return _respond(content, 200 if outcome.success else 400)
+        return respond(content, 200 if outcome.success else 400)
 
     async def update_version(self, request: Request) -> Response:
         """POST /update_weight_version."""
-        body = _fields(await _json(request), {"new_version": str, "abort_all_requests": bool}, ignored=("rid",))
+        body = control_fields(
+            await read_json(request), {"new_version": str, "abort_all_requests": bool}, ignored=("rid",)
+        )
         version = body.get("new_version")
         if not version:
             raise BadRequestError("new_version must be a non-empty string")
         if body.get("abort_all_requests", True):
             await self._engine.abort_matching(lambda _: True)
         await self._engine.rename(version)
-        return _respond({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+        return respond({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
 
     async def pause(self, request: Request) -> Response:
         """POST /pause_generation."""
-        body = _fields(await _json(request), {"mode": str}, ignored=("rid",))
+        body = control_fields(await read_json(request), {"mode": str}, ignored=("rid",))
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise BadRequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         await self._engine.pause(mode)
-        return _respond({"message": "Generation paused successfully.", "status": "ok"})
+        return respond({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
         """POST /continue_generation."""
-        _fields(await _json(request), {}, ignored=("rid", "torch_empty_cache"))
+        control_fields(await read_json(request), {}, ignored=("rid", "torch_empty_cache"))
         await self._engine.resume()
-        return _respond({"message": "Generation continued successfully.", "status": "ok"})
+        return respond({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush(self, request: Request) -> Response:
         """GET or POST /flush_cache?timeout=SECONDS: 200, or 400 while requests run or wait."""
@@ -199,17 +201,19 @@ class Server:
             timeout_s = float(request.query_params.get("timeout", "0"))
         except ValueError:
             raise BadRequestError("timeout must be a number of seconds") from None
+        if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
+            raise BadRequestError(f"timeout must be in [0, {MAX_FLUSH_WAIT_S:.0f}] seconds, got {timeout_s}")
         deadline = time.monotonic() + timeout_s
         while not await self._engine.flush():
-            if not time.monotonic() < deadline:
+            if time.monotonic() >= deadline:
                 return Response("Cache not flushed: requests are running or waiting.\n", 400)
             await asyncio.sleep(FLUSH_POLL_S)
         return Response("Cache flushed.\n")
 
     async def abort(self, request: Request) -> Response:
         """POST /abort_request; an id nobody has is no error."""
-        body = _fields(
-            await _json(request), {"rid": str, "abort_all": bool}, ignored=("finished_reason", "abort_message")
+        body = control_fields(
+            await read_json(request), {"rid": str, "abort_all": bool}, ignored=("finished_reason", "abort_message")
         )
         rid = body.get("rid")
         if body.get("abort_all"):
@@ -244,7 +248,7 @@ class Server:
     async def model_info(self, _: Request) -> Response:
         """GET /model_info."""
         engine = self._engine
-        return _respond(
+        return respond(
             {
                 "model_path": engine.model_path,
                 "served_model_name": self._served_model_name,
@@ -269,93 +273,4 @@ class Server:
             "num_free_tokens": engine.num_free_tokens,
             "uptime_s": time.time() - self._started_s,
         }
-        return _respond({**self._info, "weight_version": engine.version, "internal_states": [state]})
-
-
-class _RequireKey:
-    """Lets a request through if it carries `Authorization: Bearer KEY`; health checks need none."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith("/health"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await _respond({"error": "Unauthorized"}, 401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-async def _json(request: Request) -> Any:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise BadRequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
-    try:
-        return orjson.loads(body or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from error
-
-
-def _fields(
-    body: Any,
-    types: Mapping[str, type],
-    ignored: tuple[str, ...],
-    fixed: Mapping[str, tuple[Any, ...]] | None = None,
-) -> dict[str, Any]:
-    """The non-null fields of a control body; refuses unknown names, wrong types and unsupported values."""
-    fixed = fixed or {}
-    if not isinstance(body, dict):
-        raise BadRequestError(f"the body must be a JSON object, got {type(body).__name__}")
-    for name, value in body.items():
-        if name in fixed:
-            if value not in fixed[name]:
-                raise BadRequestError(f"{name} {value!r} is not supported, expected one of {fixed[name]}")
-        elif name in types:
-            if value is not None and not isinstance(value, types[name]):
-                raise BadRequestError(f"{name} must be of type {types[name].__name__}, got {value!r}")
-        elif name not in ignored:
-            raise BadRequestError(f"unknown field {name!r}")
-    return {name: body[name] for name in types if body.get(name) is not None}
-
-
-async def _unless_client_leaves(
-    request: Request, finals: Awaitable[list[sequences.Snapshot]]
-) -> list[sequences.Snapshot]:
-    """Waits for `finals`; raises `ClientDisconnect` if the client goes away first."""
-    done = asyncio.ensure_future(finals)
-    gone = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise ClientDisconnect
-        return done.result()
-    finally:
-        done.cancel()
-        gone.cancel()
-
-
-def _respond(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")
-
-
-def _error(status: int, message: str) -> Response:
-    if status == 400:
-        return _respond({"error": {"message": message}}, 400)
-    content = {"object": "error", "message": message, "type": str(status), "param": None, "code": status}
-    return _respond(content, status)
-
-
-async def _bad_request(_: Request, error: Exception) -> Response:
-    return _error(400, str(error))
-
-
-async def _unavailable(_: Request, error: Exception) -> Response:
-    return _error(503, str(error))
-
-
-async def _client_left(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+        return respond({**self._info, "weight_version": engine.version, "internal_states": [state]})

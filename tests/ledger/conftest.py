@@ -1,0 +1,211 @@
+"""A real SQLite ledger in a temporary directory, and short ways to fill it."""
+
+import asyncio
+import dataclasses
+import itertools
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reef.ledger import batches, receipts, releases, reports, scenarios
+from reef.ledger.ledger import Ledger
+from reef.types import (
+    Batch,
+    FinishReason,
+    Generation,
+    Operation,
+    Pick,
+    Receipt,
+    Release,
+    Report,
+    Request,
+    Sampling,
+    Selection,
+    Span,
+)
+
+SCENARIO = "arithmetic"
+BASE = "r0"
+NOW = 1_700_000_000.25
+
+
+def one_by_one(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The simplest split: each sample is a microbatch."""
+    return tuple((position,) for position in range(len(lengths)))
+
+
+class Book:
+    """A ledger with a scenario that trains (its base is release r0), driven from synchronous tests."""
+
+    def __init__(self, directory: Path, max_pending: int = 4096) -> None:
+        self.path = directory / "ledger.db"
+        self.url = f"sqlite:///{self.path}"
+        self._runner = asyncio.Runner()
+        self._numbers = itertools.count(1)
+        self._max_pending = max_pending
+        self.ledger = Ledger.open(self.url, max_pending)
+
+    def begin(self) -> "Book":
+        self.write(scenarios.create, SCENARIO, "grpo", NOW)
+        self.write(releases.append, self.release(0, parent=None))
+        return self
+
+    def close(self) -> None:
+        self.ledger.close()
+        self._runner.close()
+
+    def reopen(self) -> None:
+        """What a restart does."""
+        self.ledger.close()
+        self.ledger = Ledger.open(self.url, self._max_pending)
+
+    def write(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._runner.run(self.ledger.write(op, *args, **kwargs))
+
+    def read(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._runner.run(self.ledger.read(op, *args, **kwargs))
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Ask the file through a connection of our own: what another process would see."""
+        connection = sqlite3.connect(self.path)
+        try:
+            return connection.execute(query).fetchall()
+        finally:
+            connection.close()
+
+    def dump(self) -> str:
+        """Everything in the ledger, to compare before and after."""
+        connection = sqlite3.connect(self.path)
+        try:
+            return "\n".join(connection.iterdump())
+        finally:
+            connection.close()
+
+    def request(self, prompt: Sequence[int], **changes: Any) -> Request:
+        number = next(self._numbers)
+        request = Request(
+            id=f"req{number}",
+            scenario=SCENARIO,
+            api="chat",
+            prompt_ids=np.array(prompt, dtype=np.int32),
+            sampling=Sampling(max_tokens=8),
+            n=1,
+            body=b'{"messages": []}',
+            created_at=NOW,
+        )
+        return dataclasses.replace(request, **changes)
+
+    def generation(self, ids: Sequence[int], release: str = BASE, **changes: Any) -> Generation:
+        generation = Generation(
+            output_ids=np.array(ids, dtype=np.int32),
+            logprobs=-np.linspace(0.1, 1.1, len(ids), dtype=np.float32),
+            finish_reason=FinishReason.STOP,
+            spans=(Span(0, len(ids), release),) if len(ids) else (),
+        )
+        return dataclasses.replace(generation, **changes)
+
+    def made(self, request: Request, *generations: Generation) -> list[Receipt]:
+        return [
+            receipts.make(request, choice, generation, "engine 1", f"{request.id}.{choice}", NOW)
+            for choice, generation in enumerate(generations)
+        ]
+
+    def complete(self, prompt: Sequence[int], *outputs: Sequence[int], release: str = BASE, **changes: Any) -> Any:
+        """Records a completion of one or more choices; the receipt, or the list of them."""
+        request = self.request(prompt, **changes)
+        made = self.made(request, *(self.generation(ids, release) for ids in outputs))
+        self.write(receipts.record, request, made)
+        return made[0] if len(made) == 1 else made
+
+    def report(self, *references: str, id: str | None = None, score: float | None = 1.0, **body: Any) -> Report:
+        whole = {"references": list(references), **({} if score is None else {"score": score}), **body}
+        return Report(
+            id=id or f"rep{next(self._numbers)}",
+            scenario=SCENARIO,
+            references=references,
+            body=whole,
+            score=score,
+            outcome=body.get("outcome"),
+            group=body.get("group"),
+            truncated=body.get("truncated", False),
+            created_at=NOW,
+        )
+
+    def accept(self, *references: str, trains: bool = True, now: float = NOW, **fields: Any) -> dict[str, Any]:
+        view: dict[str, Any] = self.write(reports.accept, self.report(*references, **fields), trains, now)
+        return view
+
+    def graded(self, count: int, release: str = BASE, prompt: Sequence[int] = (1, 2, 3)) -> list[str]:
+        """The ids of `count` pending reports, each of a receipt of its own."""
+        made = [self.complete(prompt, [10 + index, 2], release=release) for index in range(count)]
+        return [self.accept(receipt.id, score=index % 2)["agent_record_id"] for index, receipt in enumerate(made)]
+
+    def state(self, report_id: str) -> tuple[str, str | None]:
+        view = self.read(reports.view, report_id)
+        return view["state"], view["reason"]
+
+    def reserve(self, picks: Sequence[str | Pick], id: str = "b1", **changes: Any) -> Batch:
+        chosen = tuple(pick if isinstance(pick, Pick) else Pick(pick, "g") for pick in picks)
+        batch: Batch = self.write(
+            batches.reserve,
+            SCENARIO,
+            id,
+            changes.get("selection", Selection(picks=chosen)),
+            changes.get("base_release", BASE),
+            changes.get("settings", {"method": {"name": "grpo"}, "seed": 3}),
+            changes.get("split", one_by_one),
+            changes.get("now", NOW + 1),
+        )
+        return batch
+
+    def release(self, number: int, parent: str | None = BASE, **changes: Any) -> Release:
+        release = Release(
+            id=f"r{number}",
+            scenario=SCENARIO,
+            number=number,
+            parent=parent,
+            content_id=f"sha256:{number}",
+            operation=Operation.TRAIN if number else Operation.BASE,
+            policy_version=number,
+            step=number,
+            batch_id=None,
+            path=f"/weights/r{number}",
+            checkpoint=None,
+            restorable=True,
+            created_at=NOW + number,
+        )
+        return dataclasses.replace(release, **changes)
+
+    def train(self, number: int, picks: Sequence[str | Pick]) -> Release:
+        """Reserve and commit: release `number` follows the one before it."""
+        batch = self.reserve(picks, id=f"b{number}", base_release=f"r{number - 1}")
+        release = self.release(number, parent=f"r{number - 1}", batch_id=batch.id)
+        committed: Release = self.write(batches.commit, batch.id, release, NOW + number)
+        return committed
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    made = Book(tmp_path).begin()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_book(tmp_path: Path) -> Iterator[Callable[..., Book]]:
+    """Opens ledgers in directories of their own, each with its own bound of waiting writes."""
+    opened: list[Book] = []
+
+    def open_one(max_pending: int = 4096) -> Book:
+        directory = tmp_path / f"book{len(opened)}"
+        directory.mkdir()
+        opened.append(Book(directory, max_pending).begin())
+        return opened[-1]
+
+    yield open_one
+    for made in opened:
+        made.close()

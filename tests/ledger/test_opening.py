@@ -1,0 +1,135 @@
+"""Who may open a ledger, and what an opening leaves behind."""
+
+import contextlib
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reef.errors import ConfigError, LedgerError
+from reef.ledger import scenarios
+from reef.ledger.ledger import Ledger, RunLock
+
+HOLD = """
+import pathlib, sys
+from reef.ledger.ledger import RunLock
+lock = RunLock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_ledger_keeps_its_run_id_and_gets_a_new_epoch_at_each_opening(book: Any) -> None:
+    run_id, epoch = book.ledger.run_id, book.ledger.epoch
+    assert re.fullmatch("[0-9a-f]{4}", run_id)
+    book.reopen()
+    assert (book.ledger.run_id, book.ledger.epoch) == (run_id, epoch + 1)
+    assert book.read(scenarios.training) == "arithmetic"
+
+
+def test_a_second_owner_is_refused_with_the_pid_of_the_first_until_that_one_is_gone(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(LedgerError, match=rf"{re.escape(str(tmp_path))} is in use by process {first.pid}$"):
+            RunLock(tmp_path)
+        first.kill()
+        first.wait()
+    lock = RunLock(tmp_path)
+    assert (tmp_path / "owner.lock").read_text() == str(os.getpid())
+    lock.release()
+    RunLock(tmp_path).release()
+
+
+def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(book: Any) -> None:
+    book.graded(2)
+    book.ledger.close()
+    with contextlib.closing(sqlite3.connect(book.path)) as connection, connection:
+        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+        connection.execute("CREATE TABLE of_the_future (id INTEGER)")
+    before, files = book.path.read_bytes(), sorted(path.name for path in book.path.parent.iterdir())
+    with pytest.raises(LedgerError, match="schema version 99, this Reef knows versions up to 1"):
+        Ledger.open(book.url)
+    assert book.path.read_bytes() == before
+    assert sorted(path.name for path in book.path.parent.iterdir()) == files
+
+
+def test_a_database_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("CREATE TABLE meta (key TEXT, value TEXT)")
+        connection.execute("INSERT INTO meta VALUES ('schema_version', 'three')")
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="schema version is 'three', expected a number"):
+        Ledger.open(f"sqlite:///{path}")
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    path.write_text("not a database, and longer than a header of one hundred bytes: " + "x" * 100)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match="not a database"):
+        Ledger.open(f"sqlite:///{path}")
+    assert path.read_bytes() == before
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match=r"cannot open the ledger at .*missing.*unable to open"):
+        Ledger.open(f"sqlite:///{tmp_path / 'missing' / 'ledger.db'}")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ledger.db", "something that is not a URL"),
+        ("postgresql+psycopg://reef:hunter2@db/reef", r"postgresql\+psycopg://reef:\*\*\*@db/reef"),
+        ("sqlite://", "sqlite://"),
+        ("sqlite:///:memory:", "sqlite:///"),
+        ("sqlite+unknown:///ledger.db", r"sqlite\+unknown"),
+    ],
+)
+def test_a_url_that_is_not_a_sqlite_file_is_refused_without_its_password(url: str, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"storage.url: expected sqlite:///PATH, got {shown}") as refused:
+        Ledger.open(url)
+    assert "hunter2" not in refused.value.message
+
+
+def test_a_process_that_dies_in_a_write_leaves_a_ledger_that_opens_with_what_was_acknowledged(tmp_path: Path) -> None:
+    script = """
+import asyncio, os, sys
+from sqlalchemy import insert
+from reef.ledger.ledger import Ledger
+from reef.ledger.schema import meta
+ledger = Ledger.open(sys.argv[1])
+def note(connection, key, die=False):
+    connection.execute(insert(meta).values(key=key, value="x" * 100_000))
+    if die:
+        os._exit(9)
+async def run():
+    for number in range(20):
+        await ledger.write(note, f"note{number}")
+        print(number, flush=True)
+    await ledger.write(note, "note-unacknowledged", True)
+asyncio.run(run())
+"""
+    path = tmp_path / "ledger.db"
+    ended = subprocess.run([sys.executable, "-c", script, f"sqlite:///{path}"], capture_output=True, text=True)
+    assert ended.returncode == 9, ended.stderr
+    assert ended.stdout.split() == [str(number) for number in range(20)]
+    ledger = Ledger.open(f"sqlite:///{path}")
+    try:
+        assert ledger.epoch == 2
+    finally:
+        ledger.close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        found = connection.execute("SELECT key FROM meta WHERE key LIKE 'note%' ORDER BY rowid").fetchall()
+    assert found == [(f"note{number}",) for number in range(20)]

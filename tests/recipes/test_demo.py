@@ -1,0 +1,38 @@
+"""The demo for real, short: the service, Ray and Megatron start, learn and end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipes.arithmetic.service import ROOT
+
+
+@pytest.mark.slow
+def test_the_demo_learns_measures_and_leaves_nothing_running(tmp_path: Path) -> None:
+    out = tmp_path / "a path with spaces"
+    options = ["--releases", "2", "--held-out", "40", "--out", str(out)]
+    command = [sys.executable, "-m", "recipes.arithmetic.demo", *options]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "harness")])
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+                         timeout=240, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["method"] == "grpo"
+    assert summary["releases"] >= 2
+    assert summary["held_out_problems"] == 40
+    assert 0 < summary["accuracy_before"] < 1
+    assert summary["interval_before"][0] < summary["accuracy_before"] < summary["interval_before"][1]
+    assert (out / "learning.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == summary["rollouts"]
+    assert not [row["error"] for row in rows if row["error"]]
+    assert "before  " in run.stdout
+    assert "reef why rcp_" in run.stdout
+    left = [process.pid for process in psutil.process_iter(["cmdline"])
+            if str(out) in " ".join(process.info["cmdline"] or []) and process.status() != psutil.STATUS_ZOMBIE]
+    assert left == []

@@ -1,0 +1,255 @@
+"""The whole house at work: the real service, engine, Ray, Megatron and SQLite; and what a kill leaves of it.
+
+Traffic here is graded by position, so that each group has unlike rewards and each round makes one release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+GROUP, GROUPS = 4, 2
+SETTINGS = (
+    "--recipe.scenario",
+    "house",
+    "--recipe.config.group-size",
+    str(GROUP),
+    "--recipe.config.batch-size",
+    str(GROUP * GROUPS),
+)
+MAX_GAP = 1e-4  # between the engine's and the trainer's log-probabilities, float32
+WAIT_S = 120.0
+Service = Any  # tests/conftest.py
+
+
+@pytest.fixture
+def house(make_service: Callable[..., Service]) -> Iterator[Service]:
+    """A service that trains, ended with the test."""
+    service = make_service(*SETTINGS).start()
+    yield service
+    service.end()
+
+
+def send_group(service: Service, name: str, members: int = GROUP, **sampling: Any) -> list[str]:
+    """One prompt, `members` graded answers; the ids of the reports."""
+    answer = service.chat(f"Start at 9. Add {len(name)}. {name}", n=GROUP, **sampling).json()
+    reports = []
+    for choice in answer["choices"][:members]:
+        body = {
+            "agent_record_id": f"{name}-{choice['index']}",
+            "references": [choice["reef_agent_record_id"]],
+            "score": float(choice["index"] % 2),
+            "group": name,
+        }
+        response = service.post("/reef/report", body)
+        assert response.status_code == 200, response.text
+        reports.append(response.json()["agent_record_id"])
+    return reports
+
+
+def send_round(service: Service, name: str, **sampling: Any) -> list[str]:
+    """What one batch takes."""
+    return [report for group in range(GROUPS) for report in send_group(service, f"{name}-{group}", **sampling)]
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.02)
+    return found
+
+
+def chain(service: Service) -> list[dict[str, Any]]:
+    """Oldest first."""
+    releases: list[dict[str, Any]] = service.get("/reef/scenarios/house/releases").json()["releases"]
+    return releases[::-1]
+
+
+def served(service: Service, number: int) -> dict[str, Any]:
+    """Release `number`, once the engine answers with it."""
+    releases = until(lambda: (found := chain(service)) and len(found) > number and found, f"release {number}")
+    release: dict[str, Any] = releases[number]
+    until(lambda: service.status()["scenario"]["served"] == release["release_id"], f"{release['release_id']} served")
+    return release
+
+
+def report(service: Service, report_id: str) -> dict[str, Any]:
+    found: dict[str, Any] = service.get(f"/reef/reports/{report_id}").json()
+    return found
+
+
+def workers(service: Service) -> list[psutil.Process]:
+    """The training workers' processes."""
+    return [process for process in service.processes() if "WorkerActor" in " ".join(process.cmdline()[:1])]
+
+
+def assert_unbroken(releases: list[dict[str, Any]]) -> None:
+    assert [release["parent_release_id"] for release in releases] == [
+        None,
+        *(release["release_id"] for release in releases[:-1]),
+    ]
+    assert [release["step"] for release in releases] == list(range(len(releases)))
+    assert len({release["content_id"] for release in releases}) == len(releases)
+    assert [release["current"] for release in releases] == [False] * (len(releases) - 1) + [True]
+
+
+def times_trained(service: Service) -> dict[str, int]:
+    """In how many committed batches each report is, read from the ledger itself."""
+    with sqlite3.connect(f"file:{service.run_dir / 'ledger.db'}?mode=ro", uri=True) as connection:
+        rows = connection.execute(
+            "select report_id, count(*) from batch_samples join batches on batches.id = batch_samples.batch_id "
+            "where batches.state = 'committed' group by report_id"
+        ).fetchall()
+    connection.close()
+    return dict(rows)
+
+
+def test_graded_answers_become_releases_that_the_next_answer_comes_from(house: Service) -> None:
+    base = chain(house)[0]
+    assert (base["operation"], base["step"], base["current"]) == ("base", 0, True)
+    first_reports = send_round(house, "first")
+    first = served(house, 1)
+    assert [report(house, name)["state"] for name in first_reports] == ["trained"] * len(first_reports)
+    assert {report(house, name)["release_id"] for name in first_reports} == {first["release_id"]}
+    assert first["metrics"]["train_rollout_logprob_abs_diff_max"] < MAX_GAP
+
+    answer = house.chat("Start at 3. Add 4.")
+    assert answer.headers["x-reef-release-id"] == first["release_id"]
+    spans = house.receipt(answer.headers["x-reef-agent-record-id"])["spans"]
+    assert {span["release_id"] for span in spans} == {first["release_id"]}
+
+    send_round(house, "second", temperature=0.7)
+    second = served(house, 2)
+    assert second["metrics"]["train_rollout_logprob_abs_diff_max"] < MAX_GAP
+    lineage = house.get(f"/reef/scenarios/house/releases/{first['release_id']}/lineage").json()
+    assert sorted(sample["report_id"] for sample in lineage["samples"]) == sorted(first_reports)
+    assert [sample["position"] for sample in lineage["samples"]] == list(range(len(first_reports)))
+    assert_unbroken(chain(house))
+    assert house.stop() == 0
+
+
+def test_kill_9_during_a_step_loses_no_report_and_trains_none_twice(house: Service) -> None:
+    done = send_round(house, "a")
+    served(house, 1)
+    done += send_round(house, "b")
+    served(house, 2)
+    before = chain(house)
+
+    for worker in workers(house):
+        worker.suspend()  # the step begins and does not end
+    caught = send_round(house, "c")
+    until(lambda: house.status()["training"]["phase"] == "stepping", "a step")
+    late = send_group(house, "d-0", members=3)  # acknowledged while the step hangs
+    assert {report(house, name)["state"] for name in caught} == {"reserved"}
+    house.kill_9()
+    until(lambda: not house.processes(), "what it had started ends by itself", 30)
+
+    house.start()
+    third = served(house, 3)
+    assert [release["content_id"] for release in chain(house)[:3]] == [release["content_id"] for release in before]
+    assert {report(house, name)["release_id"] for name in caught} == {third["release_id"]}
+    assert {report(house, name)["state"] for name in late} == {"waiting"}
+    assert_unbroken(chain(house))
+
+    extra = house.chat("Start at 9. Add 3. d-0", n=1).json()["choices"][0]["reef_agent_record_id"]
+    body = {"agent_record_id": "d-0-3", "references": [extra], "score": 1.0, "group": "d-0"}
+    assert house.post("/reef/report", body).status_code == 200
+    late = [*late, "d-0-3", *send_group(house, "d-1")]
+    served(house, 4)
+    assert times_trained(house) == dict.fromkeys([*done, *caught, *late], 1)
+    assert house.stop() == 0
+
+
+def test_a_start_after_a_stop_goes_on_from_the_checkpoint_without_a_replay(house: Service) -> None:
+    send_round(house, "a")
+    release = served(house, 1)
+    assert house.stop() == 0
+    house.start()
+    assert chain(house)[1]["checkpoint"] is not None
+    assert "replaying" not in (house.run_dir / "logs" / "reef.log").read_text()
+    assert house.chat().headers["x-reef-release-id"] == release["release_id"]
+    send_round(house, "b")
+    served(house, 2)
+    assert_unbroken(chain(house))
+
+
+def test_a_worker_killed_in_a_step_is_replaced_and_the_batch_trains_once(house: Service) -> None:
+    done = send_round(house, "a")
+    served(house, 1)
+    (worker,) = workers(house)
+    worker.suspend()
+    done += send_round(house, "b")
+    until(lambda: house.status()["training"]["phase"] == "stepping", "a step")
+    worker.kill()
+    assert house.chat().status_code == 200  # serving goes on
+    served(house, 2)
+    assert times_trained(house) == dict.fromkeys(done, 1)
+    assert_unbroken(chain(house))
+
+
+def test_a_batch_whose_gradient_is_not_finite_fails_twice_and_training_goes_on(house: Service) -> None:
+    answer = house.chat("Start at 1. Add 1.", n=GROUP).json()
+    poison = []
+    for group in range(GROUPS):
+        answer = house.chat(f"Start at 1. Add {group + 1}.", n=GROUP).json()
+        for choice, score in zip(answer["choices"], (3e38, -3e38, 3e38, -3e38), strict=True):
+            body = {"references": [choice["reef_agent_record_id"]], "score": score, "group": f"poison-{group}"}
+            poison.append(house.post("/reef/report", body).json()["agent_record_id"])
+    until(lambda: report(house, poison[-1])["state"] == "dropped", "the batch is given up")
+    assert {report(house, name)["reason"] for name in poison} == {"step_failed"}
+    assert "twice" in house.status()["training"]["error"]
+    send_round(house, "good")
+    served(house, 1)
+    assert house.status()["training"]["error"] is None
+
+
+@pytest.mark.timeout(300)
+def test_64_clients_for_a_minute_during_training_see_no_failed_request(house: Service) -> None:
+    seconds, num_clients = 60.0, 64
+    failures: list[str] = []
+    answered = 0
+
+    async def client(index: int, http: httpx.AsyncClient, until_s: float) -> None:
+        nonlocal answered
+        turn = 0
+        while time.monotonic() < until_s:
+            turn += 1
+            name = f"client-{index}-{turn}"
+            body = {"messages": [{"role": "user", "content": f"Start at 9. {name}"}], "n": GROUP, "max_tokens": 24}
+            answer = await http.post("/v1/chat/completions", json=body)
+            if answer.status_code != 200:
+                failures.append(answer.text)
+                continue
+            for choice in answer.json()["choices"]:
+                graded = {
+                    "references": [choice["reef_agent_record_id"]],
+                    "score": float(choice["index"] % 2),
+                    "group": name,
+                }
+                stored = await http.post("/reef/report", json=graded)
+                if stored.status_code != 200:
+                    failures.append(stored.text)
+            answered += 1
+
+    async def all_clients() -> None:
+        limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
+        async with httpx.AsyncClient(base_url=house.url, timeout=120, limits=limits) as http:
+            until_s = time.monotonic() + seconds
+            await asyncio.gather(*(client(index, http, until_s) for index in range(num_clients)))
+
+    asyncio.run(all_clients())
+    assert failures == []
+    assert answered > num_clients
+    assert len(chain(house)) > 3, json.dumps(house.status())
+    assert all(count == 1 for count in times_trained(house).values())

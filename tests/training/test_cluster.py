@@ -1,0 +1,187 @@
+"""The trainer under a real Ray: what workers compute, and what happens when something dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from reef.config import Config
+from reef.errors import ConfigError, LoadFailedError, StepFailedError, WorkersLostError
+from reef.training.cluster import Trainer
+from reef.training.manifest import content_id_of, verify
+from reef.types import Batch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+MakeBatch = Callable[..., Batch]
+DRIVER = """
+import sys, time
+from pathlib import Path
+from reef.config import Config
+from reef.training.cluster import Trainer
+if __name__ == "__main__":
+    trainer = Trainer(Config.model_validate({"reef": {"run-dir": sys.argv[2]}}), Path(sys.argv[1]))
+    trainer.start()
+    print("ready", flush=True)
+    if sys.argv[3] == "wait":
+        time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def trainer(config: Config, make_model: Callable[..., Path]) -> Iterator[Trainer]:
+    made = Trainer(config, make_model())
+    made.start()
+    yield made
+    made.stop()
+    made.stop()  # once more does no harm
+
+
+@pytest.fixture(autouse=True)
+def base_weights(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each test begins with living workers and the base model's weights."""
+    base = tmp_path_factory.getbasetemp() / "cluster-base"
+    if not base.exists():
+        trainer.save(base)
+    trainer.restore(base)
+
+
+def slow_batch(make_batch: MakeBatch) -> Batch:
+    """A batch whose step takes seconds: many microbatches of one."""
+    batch = make_batch(num_samples=8)
+    return replace(batch, microbatches=batch.microbatches * 400)
+
+
+def test_a_step_a_release_and_a_checkpoint(
+    trainer: Trainer, make_batch: MakeBatch, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert trainer.publish("base", tmp_path).content_id == content_id_of(make_model())
+    batch = make_batch(trainer.logprobs, temperature=0.7)
+    result = trainer.step(batch)
+    assert result.step == 1
+    assert result.metrics["train_rollout_logprob_abs_diff_max"] < 1e-4
+    assert result.seconds["total"] >= result.seconds["forward_backward"] + result.seconds["optimizer"]
+    published = trainer.publish("r1", tmp_path)
+    assert verify(tmp_path / "r1") == published
+    assert published.probe == trainer.probe()
+    ids = np.array(published.probe.ids, np.int32)
+    assert tuple(trainer.logprobs([ids], 1.0)[0].tolist()) == published.probe.logprobs
+    trainer.save(tmp_path / "one")
+    trainer.step(batch)
+    assert trainer.restore(tmp_path / "one") == 1
+    assert trainer.publish("again", tmp_path).content_id == published.content_id
+    with pytest.raises(LoadFailedError, match="not a complete checkpoint"):
+        trainer.restore(tmp_path / "nowhere")
+
+
+def test_a_refused_step_leaves_the_workers_alive(trainer: Trainer, make_batch: MakeBatch) -> None:
+    batch, pids = make_batch(), trainer.worker_pids()
+    bad = replace(batch, samples=(replace(batch.samples[0], reward=float("nan")), *batch.samples[1:]))
+    with pytest.raises(StepFailedError, match="nothing moved"):
+        trainer.step(bad)
+    assert trainer.step(batch).step == 1
+    assert trainer.worker_pids() == pids
+
+
+def test_a_killed_worker_is_reported_and_replaced(trainer: Trainer, make_batch: MakeBatch, tmp_path: Path) -> None:
+    batch = make_batch(noise=0.1)
+    trainer.step(batch)
+    trainer.save(tmp_path / "one")
+    trainer.step(batch)
+    expected = trainer.publish("expected", tmp_path)
+
+    trainer.restore(tmp_path / "one")
+    (pid,) = trainer.worker_pids()
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(WorkersLostError, match=r"step: rank 0 died; .* logs: .*trainer-\*\.log"):
+        trainer.step(slow_batch(make_batch))
+    with pytest.raises(WorkersLostError, match="no training workers"):
+        trainer.step(batch)
+    trainer.restart()
+    assert trainer.worker_pids() != [pid]
+    assert trainer.restore(tmp_path / "one") == 1
+    assert trainer.step(batch).step == 2
+    assert trainer.publish("found", tmp_path).content_id == expected.content_id
+
+
+def test_a_worker_that_does_not_answer_is_ended(
+    trainer: Trainer, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pid,) = trainer.worker_pids()
+    monkeypatch.setattr(trainer, "_timeout_s", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkersLostError, match="step: no answer within 1 s"):
+        trainer.step(make_batch())
+    monkeypatch.undo()
+    assert ended([pid], within_s=5)
+    trainer.restart()
+    assert trainer.step(make_batch()).step == 1
+
+
+def test_a_fault_in_a_worker_ends_the_workers(trainer: Trainer, make_batch: MakeBatch) -> None:
+    batch = make_batch()
+    beyond = replace(batch.samples[0], tokens=batch.samples[0].tokens + 10_000)
+    with pytest.raises(WorkersLostError, match="step of rank 0 failed: IndexError"):
+        trainer.step(replace(batch, samples=(beyond, *batch.samples[1:])))
+    trainer.restart()
+    assert trainer.step(batch).step == 1
+
+
+def test_nothing_listens_beyond_loopback(trainer: Trainer) -> None:
+    pids = {p.pid for p in psutil.Process().children(recursive=True)}
+    listening = [c for c in psutil.net_connections("inet") if c.pid in pids and c.status == psutil.CONN_LISTEN]
+    assert listening
+    assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(config: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no model at"):
+        Trainer(config, tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["wait", "leave"])
+def test_a_driver_that_ends_leaves_no_process_and_no_directory(
+    make_model: Callable[..., Path], tmp_path: Path, ending: str
+) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(make_model()), str(tmp_path), ending], stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    try:
+        assert driver.stdout.readline() == "ready\n"
+        started = psutil.Process(driver.pid).children(recursive=True)
+        shells = [p.cmdline() for p in started if p.name() == "sh"]
+    finally:
+        if ending == "wait":
+            driver.kill()
+        driver.wait(30)
+        driver.stdout.close()
+    assert len(started) >= 1
+    assert ended([p.pid for p in started], within_s=15)
+    assert not any(Path(line[3]).exists() for line in shells)
+
+
+def ended(pids: list[int], within_s: float) -> bool:
+    """True once none of the processes runs (a zombie that nobody waits for has ended)."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
