@@ -1,4 +1,4 @@
-"""The gateway beside the engine alone: requests/s, added latency and durable receipts/s against a stub that answers at once.
+"""The gateway beside a stub engine that answers at once: requests/s, added latency, durable receipts/s.
 
     load generator -> stub engine                      the reference
     load generator -> reef (record only) -> stub engine
@@ -16,7 +16,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from benchmarks.common import STARTER, Service, table, write
+from benchmarks.common import STARTER, in_thread, service, table, write
 
 CONCURRENCY = (1, 32, 128)
 SECONDS = 4.0  # per measurement
@@ -112,15 +112,13 @@ async def measure() -> dict[str, dict[int, Measured]]:
         "max_tokens": NUM_TOKENS,
     }
     found: dict[str, dict[int, Measured]] = {"stub": {}, "reef": {}}
-    settings = ["--training.backend", "none", "--inference.url", stub_url]
-    service = Service(settings)
-    await asyncio.to_thread(service.start)
+    flags = ["--training.backend", "none", "--inference.url", stub_url]
     try:
-        for concurrency in CONCURRENCY:
-            found["stub"][concurrency] = await load_test(f"{stub_url}/generate", generate, concurrency)
-            found["reef"][concurrency] = await load_test(f"{service.url}/v1/chat/completions", chat, concurrency)
+        async with in_thread(service(flags)) as reef:
+            for concurrency in CONCURRENCY:
+                found["stub"][concurrency] = await load_test(f"{stub_url}/generate", generate, concurrency)
+                found["reef"][concurrency] = await load_test(f"{reef.url}/v1/chat/completions", chat, concurrency)
     finally:
-        await asyncio.to_thread(service.stop)
         await runner.cleanup()
     return found
 

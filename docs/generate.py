@@ -16,11 +16,11 @@ HEAD = """# Configuration
 
 Generated from `reef/config.py` by `python docs/generate.py`; do not edit.
 
-`reef serve -c serve.yaml` reads one complete file. A flag beats the environment, the environment beats the file, the file
-beats the default: `--training.options.lr 2e-6`, `REEF__TRAINING__OPTIONS__LR=2e-6`. Keys are kebab-case; snake_case is
-accepted. `${NAME}` and `${NAME:-default}` in a value come from the environment. An unknown key is an error that names the
-nearest known one. `reef serve --print-config` shows the result (secrets hidden), `reef serve --dry-run` checks it and
-starts nothing.
+`reef serve -c serve.yaml` reads one complete file. A flag beats the environment, the environment beats the file, the
+file beats the default: `--training.options.lr 2e-6`, `REEF__TRAINING__OPTIONS__LR=2e-6`. Keys are kebab-case;
+snake_case is accepted. `${NAME}` and `${NAME:-default}` in a value come from the environment. An unknown key is an
+error that names the nearest known one. `reef serve --print-config` shows the result (secrets hidden), `reef serve
+--dry-run` checks it and starts nothing.
 """
 
 

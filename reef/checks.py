@@ -83,7 +83,7 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"inference.options.{name} is set by Reef; what decides it: {MANAGED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            hint = f"did you mean inference.options.{near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown key inference.options.{name}; {hint}")
 
 

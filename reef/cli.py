@@ -210,7 +210,7 @@ def _get(url: str, path: str, config: Config) -> Any:
     except urllib.error.URLError as error:
         raise UnavailableError(f"no service answers at {url}: {error.reason}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise UnavailableError(f"{url} does not answer as Reef does: {error}") from None
+        raise UnavailableError(f"{url} does not answer as Reef does: {error!r}") from None
 
 
 def _message(error: urllib.error.HTTPError, url: str) -> str:

@@ -19,6 +19,7 @@ from reef.errors import ConfigError
 
 SCENARIO_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None, "~": None}
 _ENGINE_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
 _PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 
@@ -320,15 +321,18 @@ def _from_flags(flags: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def _scalar(text: str) -> Any:
-    """Lists, mappings, booleans and null are read as YAML; anything else stays text until its field is known.
+    """true, false, null, [lists] and {mappings}; anything else stays text until its field is known.
 
     So a token of digits is a token, and a directory named by a date is a directory.
     """
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if not text.startswith(("[", "{")):
+        return text
     try:
-        value = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return value if value is None or isinstance(value, bool | list | dict) else text
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:

@@ -34,6 +34,7 @@ from reef.training.settings import settings
 from reef.types import Batch, Operation, Release
 
 T = TypeVar("T")
+SETTLE_S = 0.01  # reports come in bursts: one look at the queue for all that come within it
 STORE_RETRY_S = 1.0  # between tries of what disk or database refused; the stepped state is kept meanwhile
 
 
@@ -305,6 +306,7 @@ class Dispatcher:
     async def _wait(self) -> None:
         self.phase = "waiting"
         await self._wake.wait()
+        await asyncio.sleep(SETTLE_S)
         self._wake.clear()
 
     def _wake_at(self, when: float | None) -> None:

@@ -48,6 +48,7 @@ class Service:
         self.client = httpx.Client(timeout=60)
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: set[psutil.Process] = set()
+        self._interrupted = False
         self._output = run_dir.parent / "serve.log"
 
     def start(self, *more: str, timeout_s: float = READY_TIMEOUT_S) -> Service:
@@ -75,6 +76,7 @@ class Service:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
+        self._interrupted = False
 
     @property
     def pid(self) -> int:
@@ -91,12 +93,17 @@ class Service:
         assert self._process is not None
         return self._process.wait(timeout_s)
 
+    def interrupt(self) -> None:
+        """Ctrl-C, once: a second one would make it leave at once."""
+        self._look()
+        if self._process is not None and self.returncode is None and not self._interrupted:
+            self._interrupted = True
+            self._process.send_signal(signal.SIGINT)
+
     def stop(self) -> int:
         """Ctrl-C. The exit status, and every process it had started has ended."""
-        assert self._process is not None
-        self._look()
-        self._process.send_signal(signal.SIGINT)
-        status = self._process.wait(STOP_TIMEOUT_S)
+        self.interrupt()
+        status = self.wait()
         _, alive = psutil.wait_procs(self._seen, timeout=KILL_TIMEOUT_S)
         assert not alive, f"still running after the service has ended: {alive}"
         return status
@@ -111,11 +118,9 @@ class Service:
     def end(self) -> None:
         """Whatever happened before: nothing of it runs any more."""
         if self._process is not None:
-            self._look()
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(STOP_TIMEOUT_S)
+            self.interrupt()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_TIMEOUT_S)
             self._look()
             for process in self._seen:
                 with suppress(psutil.NoSuchProcess):
@@ -223,6 +228,8 @@ def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServi
         return made[-1]
 
     yield make
+    for service in made:
+        service.interrupt()
     for service in made:
         service.end()
 
@@ -351,9 +358,9 @@ class FakeEngine:
         await runner.cleanup()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_fake_engine() -> Iterator[Callable[..., FakeEngine]]:
-    """`make_fake_engine(version)` starts one more; all end with the test."""
+    """`make_fake_engine(version)` starts one more; all end with the session."""
     made: list[FakeEngine] = []
 
     def make(version: str = "v0") -> FakeEngine:
@@ -366,6 +373,8 @@ def make_fake_engine() -> Iterator[Callable[..., FakeEngine]]:
 
 
 @pytest.fixture
-def fake_engine(make_fake_engine: Callable[..., FakeEngine]) -> FakeEngine:
+def fake_engine(make_fake_engine: Callable[..., FakeEngine]) -> Iterator[FakeEngine]:
     """One engine that misbehaves on demand."""
-    return make_fake_engine()
+    engine = make_fake_engine()
+    yield engine
+    engine.stop()

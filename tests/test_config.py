@@ -64,12 +64,11 @@ def test_values_of_the_environment_are_filled_in(tmp_path: Path) -> None:
 
 def test_a_variable_that_is_not_set_and_has_no_default_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "reef: {token: '${REEF_TOKEN}'}")
-    assert (
-        refusal(path) == f"{path}: the environment variable REEF_TOKEN is not set, and ${{REEF_TOKEN}} has no default"
-    )
+    said = "the environment variable REEF_TOKEN is not set, and ${REEF_TOKEN} has no default"
+    assert refusal(path) == f"{path}: {said}"
 
 
-@pytest.mark.parametrize("text", ["12345", "007", "1e5", "on", "2024-01-01", "a: b", "[", "'"])
+@pytest.mark.parametrize("text", ["12345", "007", "1e5", "on", "2024-01-01", "a: b", "[", "'", "#a", "a #b"])
 def test_text_that_looks_like_a_number_or_a_date_is_still_text_where_text_is_meant(text: str) -> None:
     for config in (load(None, ["--reef.run-dir", text], {}), load(None, (), {"REEF__REEF__RUN_DIR": text})):
         assert config.reef.run_dir == Path(text)
@@ -127,14 +126,10 @@ def test_an_unknown_key_of_the_file_or_the_environment_is_refused_too(tmp_path: 
         (["--reef.token", ""], ["reef.token is empty"]),
         (["--inference.url", "localhost:30000"], ["inference.url: expected http://HOST:PORT"]),
         (["--reef.port"], ["--reef.port needs a value"]),
-        (["--reef.port.x", "1"], ["reef.port.x", "port"]),
-        (["--reef", "1"], []),
+        (["--reef.port.x", "1"], ["reef.port: ", "got dict"]),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_with_its_key_and_what_came(flags: list[str], parts: list[str]) -> None:
-    if flags == ["--reef", "1"]:  # no setting at all: left to the command's own options
-        assert split_flags(flags) == ([], flags)
-        return
     message = refusal(None, *flags)
     assert all(part in message for part in parts), message
 

@@ -51,8 +51,16 @@ class Client:
     broken connections and gateway errors. Every failure is a subclass of :class:`reef_harness.errors.HarnessError`.
     """
 
-    def __init__(self, url: str, *, scenario: str | None = None, token: str | None = None, timeout_s: float = 300.0,
-                 max_connections: int = 256, retry: Retry | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        scenario: str | None = None,
+        token: str | None = None,
+        timeout_s: float = 300.0,
+        max_connections: int = 256,
+        retry: Retry | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.scenario = scenario
         self.retry = retry or Retry()
@@ -66,8 +74,9 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -76,10 +85,20 @@ class Client:
 
     # ---- asking
 
-    async def chat(self, messages: str | Sequence[Message], *, n: int = 1, temperature: float = 1.0,
-                   max_tokens: int | None = None, seed: int | None = None, scenario: str | None = None,
-                   session: str | None = None, purpose: str | None = None, tags: Mapping[str, str] | None = None,
-                   extra: Mapping[str, Any] | None = None) -> Completion:
+    async def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        n: int = 1,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        scenario: str | None = None,
+        session: str | None = None,
+        purpose: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Completion:
         """Ask for ``n`` answers to a conversation (a string is one user message).
 
         ``purpose="eval"`` keeps the answers out of training; ``tags`` become ``x-reef-tag-*`` headers; ``extra`` adds
@@ -87,30 +106,62 @@ class Client:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        body = {"messages": list(messages), "n": n, "temperature": temperature, "max_tokens": max_tokens,
-                "seed": seed, **(extra or {})}
+        body = {
+            "messages": list(messages),
+            "n": n,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            **(extra or {}),
+        }
         headers = self._headers(scenario, session, purpose, tags)
         response = await self._send("POST", "/v1/chat/completions", body=_given(body), headers=headers)
         return _completion(response)
 
-    async def completions(self, prompt: str | Sequence[int], *, n: int = 1, temperature: float = 1.0,
-                          max_tokens: int | None = None, seed: int | None = None, scenario: str | None = None,
-                          session: str | None = None, purpose: str | None = None,
-                          tags: Mapping[str, str] | None = None, extra: Mapping[str, Any] | None = None) -> Completion:
+    async def completions(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        scenario: str | None = None,
+        session: str | None = None,
+        purpose: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Completion:
         """Ask for ``n`` continuations of a text or of token ids; the other arguments are those of :meth:`chat`."""
-        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "n": n, "temperature": temperature,
-                "max_tokens": max_tokens, "seed": seed, **(extra or {})}
+        body = {
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "n": n,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            **(extra or {}),
+        }
         headers = self._headers(scenario, session, purpose, tags)
         response = await self._send("POST", "/v1/completions", body=_given(body), headers=headers)
         return _completion(response)
 
     # ---- reporting
 
-    async def report(self, references: str | Sequence[str], score: float | None = None, *,
-                     outcome: str | None = None, reason_code: str | None = None,
-                     rewards: Mapping[str, float] | None = None, feedback: str | Mapping[str, Any] | None = None,
-                     group: str | None = None, grader: tuple[str, str] | None = None, truncated: bool | None = None,
-                     metadata: Mapping[str, Any] | None = None, report_id: str | None = None) -> ReportState:
+    async def report(
+        self,
+        references: str | Sequence[str],
+        score: float | None = None,
+        *,
+        outcome: str | None = None,
+        reason_code: str | None = None,
+        rewards: Mapping[str, float] | None = None,
+        feedback: str | Mapping[str, Any] | None = None,
+        group: str | None = None,
+        grader: tuple[str, str] | None = None,
+        truncated: bool | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        report_id: str | None = None,
+    ) -> ReportState:
         """Grade one or more receipts; return once the report is durable.
 
         Idempotent: the report's id is made once (or given), and every retry sends the same id and body. ``grader`` is
@@ -121,9 +172,15 @@ class Client:
         body = {
             "agent_record_id": report_id or f"report-{uuid.uuid4().hex}",
             "references": [references] if isinstance(references, str) else list(references),
-            "score": score, "outcome": outcome, "reason_code": reason_code, "rewards": rewards, "feedback": feedback,
-            "group": group, "grader": {"id": grader[0], "version": grader[1]} if grader else None,
-            "truncated": truncated, "metadata": metadata,
+            "score": score,
+            "outcome": outcome,
+            "reason_code": reason_code,
+            "rewards": rewards,
+            "feedback": feedback,
+            "group": group,
+            "grader": {"id": grader[0], "version": grader[1]} if grader else None,
+            "truncated": truncated,
+            "metadata": metadata,
         }
         return _report_state(await self._json("POST", "/reef/report", body=_given(body), idempotent=True))
 
@@ -171,8 +228,9 @@ class Client:
                 return release
         raise UnexpectedAnswer(f"none of the last {len(chain)} releases of {self._scenario(scenario)!r} is current")
 
-    async def wait_for_release(self, scenario: str | None = None, *, after: str | None = None,
-                               timeout_s: float = 300.0, poll_s: float = 0.25) -> Release:
+    async def wait_for_release(
+        self, scenario: str | None = None, *, after: str | None = None, timeout_s: float = 300.0, poll_s: float = 0.25
+    ) -> Release:
         """Wait until the head of the chain is another release than ``after`` (default: the head there is now).
 
         Raises TimeoutError after ``timeout_s``.
@@ -213,8 +271,9 @@ class Client:
             raise ValueError("name a scenario, here or when making the Client")
         return name
 
-    def _headers(self, scenario: str | None, session: str | None, purpose: str | None,
-                 tags: Mapping[str, str] | None) -> dict[str, str]:
+    def _headers(
+        self, scenario: str | None, session: str | None, purpose: str | None, tags: Mapping[str, str] | None
+    ) -> dict[str, str]:
         headers = {"x-reef-scenario": scenario or self.scenario, "x-reef-session": session, "x-reef-purpose": purpose}
         named = {f"x-reef-tag-{name}": value for name, value in (tags or {}).items()}
         return {name: value for name, value in headers.items() if value is not None} | named
@@ -223,8 +282,9 @@ class Client:
         response = await self._send(method, path, body=body, headers={}, idempotent=idempotent or method == "GET")
         return _object(response)
 
-    async def _send(self, method: str, path: str, *, body: Json | None, headers: dict[str, str],
-                    idempotent: bool = False) -> httpx.Response:
+    async def _send(
+        self, method: str, path: str, *, body: Json | None, headers: dict[str, str], idempotent: bool = False
+    ) -> httpx.Response:
         """Send until answered below 400, an error not worth a retry, or the end of ``retry.total_s``."""
         deadline = time.monotonic() + self.retry.total_s
         attempt = 0
@@ -271,8 +331,9 @@ def _object(response: httpx.Response) -> Json:
     except ValueError:
         body = None
     if not isinstance(body, dict):
-        raise UnexpectedAnswer(f"{response.request.url} answered {response.status_code} without a JSON object: "
-                               f"{response.text[:200]!r}")
+        raise UnexpectedAnswer(
+            f"{response.request.url} answered {response.status_code} without a JSON object: {response.text[:200]!r}"
+        )
     return body
 
 
@@ -299,22 +360,33 @@ def _choice(choice: Json, headers: httpx.Headers) -> Choice:
         raise KeyError(f"choices[{choice['index']}].reef_agent_record_id")
     text = choice["message"]["content"] if "message" in choice else choice["text"]
     token_ids = choice.get("token_ids")
-    return Choice(choice["index"], text or "", choice["finish_reason"], receipt,
-                  None if token_ids is None else tuple(token_ids))
+    return Choice(
+        choice["index"], text or "", choice["finish_reason"], receipt, None if token_ids is None else tuple(token_ids)
+    )
 
 
 def _report_state(body: Json) -> ReportState:
     try:
-        return ReportState(body["agent_record_id"], body["state"], body.get("reason"), body.get("step"),
-                           body.get("release_id"), body)
+        return ReportState(
+            body["agent_record_id"], body["state"], body.get("reason"), body.get("step"), body.get("release_id"), body
+        )
     except KeyError as error:
         raise UnexpectedAnswer(f"a report's state came without {error}: {body}") from error
 
 
 def _release(entry: Json) -> Release:
     try:
-        return Release(entry["release_id"], entry["parent_release_id"], entry["content_id"], entry["operation"],
-                       entry["step"], entry["checkpoint"], entry["restorable"], entry["current"],
-                       entry["created_at"], entry["metrics"] or {})
+        return Release(
+            entry["release_id"],
+            entry["parent_release_id"],
+            entry["content_id"],
+            entry["operation"],
+            entry["step"],
+            entry["checkpoint"],
+            entry["restorable"],
+            entry["current"],
+            entry["created_at"],
+            entry["metrics"] or {},
+        )
     except KeyError as error:
         raise UnexpectedAnswer(f"a release came without {error}: {entry}") from error

@@ -77,11 +77,25 @@ class GroupsDriver:
     ``max_failed_groups`` groups in a row without a single reported rollout, :meth:`run` raises what the last one hit.
     """
 
-    def __init__(self, client: Client, items: Iterator[Item], grader: Grader, *, group_size: int = 8,
-                 groups_per_batch: int = 8, max_ahead: int = 1, in_flight: int = 16, temperature: float = 1.0,
-                 max_tokens: int = 64, one_request: bool = True, records: Path | None = None,
-                 progress: Callable[[Progress], None] | None = None, poll_s: float = 0.1,
-                 stall_timeout_s: float = 300.0, max_failed_groups: int = 8) -> None:
+    def __init__(
+        self,
+        client: Client,
+        items: Iterator[Item],
+        grader: Grader,
+        *,
+        group_size: int = 8,
+        groups_per_batch: int = 8,
+        max_ahead: int = 1,
+        in_flight: int = 16,
+        temperature: float = 1.0,
+        max_tokens: int = 64,
+        one_request: bool = True,
+        records: Path | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        poll_s: float = 0.1,
+        stall_timeout_s: float = 300.0,
+        max_failed_groups: int = 8,
+    ) -> None:
         self._client, self._items, self._grader = client, items, grader
         self._group_size, self._one_request = group_size, one_request
         self._temperature, self._max_tokens = temperature, max_tokens
@@ -99,8 +113,9 @@ class GroupsDriver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._records:
             self._records.close()
 
@@ -132,8 +147,10 @@ class GroupsDriver:
                 if moved:
                     moved_at = time.monotonic()
                 elif time.monotonic() - moved_at > self._stall_timeout_s:
-                    raise Stalled(f"no rollout ended and no report was used for {self._stall_timeout_s:.0f} s; "
-                                  f"{len(self._reported)} groups wait to be used by the service")
+                    raise Stalled(
+                        f"no rollout ended and no report was used for {self._stall_timeout_s:.0f} s; "
+                        f"{len(self._reported)} groups wait to be used by the service"
+                    )
             while self._sampling:
                 await self._collect(timeout_s=None)
         finally:
@@ -146,17 +163,26 @@ class GroupsDriver:
     def snapshot(self) -> Progress:
         """Where the driver stands now."""
         tally = self._tally
-        recent = tally.scores[-self._batch_rollouts:]
-        return Progress(tally.groups, tally.rollouts, tally.failed, len(tally.releases),
-                        max(tally.releases, key=lambda release: tally.releases[release], default=None),
-                        sum(recent) / len(recent) if recent else 0.0, len(self._reported))
+        recent = tally.scores[-self._batch_rollouts :]
+        return Progress(
+            tally.groups,
+            tally.rollouts,
+            tally.failed,
+            len(tally.releases),
+            max(tally.releases, key=lambda release: tally.releases[release], default=None),
+            sum(recent) / len(recent) if recent else 0.0,
+            len(self._reported),
+        )
 
     # ---- the loop's parts
 
     def _fill(self) -> None:
         """Start groups up to the bounds."""
-        while (not self._stopping and len(self._sampling) < self._in_flight
-               and len(self._sampling) + len(self._reported) < self._max_open):
+        while (
+            not self._stopping
+            and len(self._sampling) < self._in_flight
+            and len(self._sampling) + len(self._reported) < self._max_open
+        ):
             item = next(self._items, None)
             if item is None:
                 return
@@ -167,8 +193,9 @@ class GroupsDriver:
         if not self._sampling:
             await asyncio.sleep(timeout_s or 0)
             return False
-        done, self._sampling = await asyncio.wait(self._sampling, timeout=timeout_s,
-                                                  return_when=asyncio.FIRST_COMPLETED)
+        done, self._sampling = await asyncio.wait(
+            self._sampling, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in done:
             self._take(task.result())
         return bool(done)
@@ -193,8 +220,9 @@ class GroupsDriver:
         else:
             tally.failed_groups_in_a_row += 1
             if tally.failed_groups_in_a_row >= self._max_failed_groups:
-                raise HarnessError(f"{tally.failed_groups_in_a_row} groups in a row failed; the last: "
-                                   f"{rollouts[-1].error}")
+                raise HarnessError(
+                    f"{tally.failed_groups_in_a_row} groups in a row failed; the last: {rollouts[-1].error}"
+                )
         self._tell()
 
     async def _settle(self, *, everything: bool) -> bool:
@@ -232,26 +260,45 @@ class GroupsDriver:
 
     async def _run_request(self, item: Item, group: str, first: int, n: int) -> list[Rollout]:
         try:
-            answer = await self._client.chat(item.messages, n=n, temperature=self._temperature,
-                                             max_tokens=self._max_tokens)
+            answer = await self._client.chat(
+                item.messages, n=n, temperature=self._temperature, max_tokens=self._max_tokens
+            )
         except HarnessError as error:
             return [Rollout(group, item.id, first + i, f"{type(error).__name__}: {error}") for i in range(n)]
-        return await asyncio.gather(*(self._report(item, group, first + choice.index, choice, answer.release)
-                                      for choice in answer.choices))
+        return await asyncio.gather(
+            *(self._report(item, group, first + choice.index, choice, answer.release) for choice in answer.choices)
+        )
 
     async def _report(self, item: Item, group: str, index: int, choice: Choice, release: str) -> Rollout:
         def rollout(error: str | None, verdict: Verdict | None = None, report: str | None = None) -> Rollout:
-            return Rollout(group, item.id, index, error, choice.receipt, release, choice.finish_reason, choice.text,
-                           verdict.score if verdict else None, verdict.outcome if verdict else None,
-                           verdict.reason_code if verdict else None, report)
+            return Rollout(
+                group,
+                item.id,
+                index,
+                error,
+                choice.receipt,
+                release,
+                choice.finish_reason,
+                choice.text,
+                verdict.score if verdict else None,
+                verdict.outcome if verdict else None,
+                verdict.reason_code if verdict else None,
+                report,
+            )
 
         if choice.finish_reason not in GRADABLE:
             return rollout(f"not a whole rollout: finish_reason {choice.finish_reason!r}")
         verdict = self._grader.grade(choice.text, item.gold, choice.finish_reason)
         try:
             state = await self._client.report(
-                choice.receipt, verdict.score, outcome=verdict.outcome, reason_code=verdict.reason_code, group=group,
-                grader=(verdict.grader, verdict.version), truncated=choice.finish_reason == "length")
+                choice.receipt,
+                verdict.score,
+                outcome=verdict.outcome,
+                reason_code=verdict.reason_code,
+                group=group,
+                grader=(verdict.grader, verdict.version),
+                truncated=choice.finish_reason == "length",
+            )
         except HarnessError as error:
             return rollout(f"{type(error).__name__}: {error}", verdict)
         return rollout(None, verdict, state.id)

@@ -24,8 +24,14 @@ class Stalled(HarnessError):
 class ServiceError(HarnessError):
     """The service refused or failed. ``str()`` gives its own message; ``param`` names the field at fault, if any."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None,
-                 retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(f"{message} (HTTP {status})")
         self.status = status
         self.message = message
@@ -71,8 +77,17 @@ class Unavailable(ServiceError):
 
 
 _BY_STATUS: dict[int, type[ServiceError]] = {
-    400: BadRequest, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge,
-    422: BadRequest, 429: TooManyRequests, 502: EngineFailed, 503: Unavailable, 504: EngineFailed,
+    400: BadRequest,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    413: TooLarge,
+    422: BadRequest,
+    429: TooManyRequests,
+    502: EngineFailed,
+    503: Unavailable,
+    504: EngineFailed,
 }
 
 

@@ -59,14 +59,29 @@ class Evaluation:
 
     def summary(self) -> Json:
         """The numbers, as JSON: what is stored on a release."""
-        return {"accuracy": self.accuracy, "low": self.low, "high": self.high, "correct": self.correct,
-                "graded": self.graded, "errors": self.errors, "format_valid": self.format_valid,
-                "mean_tokens": self.mean_tokens}
+        return {
+            "accuracy": self.accuracy,
+            "low": self.low,
+            "high": self.high,
+            "correct": self.correct,
+            "graded": self.graded,
+            "errors": self.errors,
+            "format_valid": self.format_valid,
+            "mean_tokens": self.mean_tokens,
+        }
 
 
-async def evaluate(client: Client, items: Sequence[Item], grader: Grader, *, temperature: float = 1.0,
-                   max_tokens: int = 64, seed: int = 0, concurrency: int = 64,
-                   progress: Callable[[Answer], None] | None = None) -> Evaluation:
+async def evaluate(
+    client: Client,
+    items: Sequence[Item],
+    grader: Grader,
+    *,
+    temperature: float = 1.0,
+    max_tokens: int = 64,
+    seed: int = 0,
+    concurrency: int = 64,
+    progress: Callable[[Answer], None] | None = None,
+) -> Evaluation:
     """Answer every item once, ``concurrency`` at a time, and grade.
 
     Requests carry ``x-reef-purpose: eval`` and a seed of their own (``seed`` + position), so the same weights give the
@@ -87,11 +102,11 @@ async def evaluate(client: Client, items: Sequence[Item], grader: Grader, *, tem
     return _evaluation([task.result() for task in tasks])
 
 
-async def _answer(client: Client, item: Item, grader: Grader, temperature: float, max_tokens: int,
-                  seed: int) -> Answer:
+async def _answer(client: Client, item: Item, grader: Grader, temperature: float, max_tokens: int, seed: int) -> Answer:
     try:
-        completion = await client.chat(item.messages, temperature=temperature, max_tokens=max_tokens, seed=seed,
-                                       purpose="eval")
+        completion = await client.chat(
+            item.messages, temperature=temperature, max_tokens=max_tokens, seed=seed, purpose="eval"
+        )
     except HarnessError as error:
         return Answer(item, None, None, f"{type(error).__name__}: {error}")
     choice = completion.choices[0]
@@ -103,8 +118,10 @@ async def _answer(client: Client, item: Item, grader: Grader, temperature: float
 def _evaluation(answers: list[Answer]) -> Evaluation:
     graded = [(a.completion, a.verdict) for a in answers if a.completion is not None and a.verdict is not None]
     if not graded:
-        raise HarnessError(f"none of {len(answers)} items could be evaluated; the first said: "
-                           f"{answers[0].error if answers else 'there were no items'}")
+        raise HarnessError(
+            f"none of {len(answers)} items could be evaluated; the first said: "
+            f"{answers[0].error if answers else 'there were no items'}"
+        )
     correct = sum(verdict.correct for _, verdict in graded)
     low, high = wilson(correct, len(graded))
     return Evaluation(

@@ -75,12 +75,18 @@ class FinalGrader:
         body = text.rstrip(" \t\r\n")
         if not body.endswith("</final>"):
             return self._malformed("text_after_final")
-        value = body[body.index("<final>"):].removeprefix("<final>").removesuffix("</final>")
+        value = body[body.index("<final>") :].removeprefix("<final>").removesuffix("</final>")
         if not self._integer.fullmatch(value):
             return self._malformed("not_an_integer")
         right = value == gold
-        return Verdict("correct" if right else "incorrect", float(right), "equal" if right else "wrong_value", True,
-                       self.id, self.version)
+        return Verdict(
+            "correct" if right else "incorrect",
+            float(right),
+            "equal" if right else "wrong_value",
+            True,
+            self.id,
+            self.version,
+        )
 
     def _malformed(self, reason_code: str) -> Verdict:
         return Verdict("incorrect", 0.0, reason_code, False, self.id, self.version)

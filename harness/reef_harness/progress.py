@@ -13,14 +13,23 @@ from reef_harness.evaluate import Answer
 class _Bar:
     def __init__(self, total: int, name: str, unit: str) -> None:
         pause_s = 0.1 if sys.stderr.isatty() else 10.0
-        self._bar: tqdm[Any] = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, mininterval=pause_s,
-                                    maxinterval=pause_s, miniters=0, leave=None)
+        self._bar: tqdm[Any] = tqdm(
+            total=total,
+            desc=name,
+            unit=unit,
+            dynamic_ncols=True,
+            mininterval=pause_s,
+            maxinterval=pause_s,
+            miniters=0,
+            leave=None,
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.close()
 
 
@@ -32,8 +41,11 @@ class ReleaseBar(_Bar):
 
     def __call__(self, progress: Progress) -> None:
         """Show where the driver stands."""
-        self._bar.set_postfix_str(f"reward {progress.reward:.2f}, rollouts {progress.rollouts}, "
-                                  f"failed {progress.failed}, release {progress.release or '-'}", refresh=False)
+        self._bar.set_postfix_str(
+            f"reward {progress.reward:.2f}, rollouts {progress.rollouts}, "
+            f"failed {progress.failed}, release {progress.release or '-'}",
+            refresh=False,
+        )
         total = self._bar.total or 0
         self._bar.update(min(progress.releases, total) - self._bar.n)
 

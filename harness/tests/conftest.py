@@ -147,7 +147,7 @@ class FakeService:
             tied = [ids for ids in whole if len({self.reports[id][0]["score"] for id in ids}) == 1]
             whole = [ids for ids in whole if ids not in tied]
             self.finish([id for ids in tied for id in ids], state="dropped", reason="tied")
-        taken = [id for ids in whole for id in ids][:self.batch_size]
+        taken = [id for ids in whole for id in ids][: self.batch_size]
         if len(taken) == self.batch_size:
             self.release_names.append(f"r{len(self.release_names)}")
             self.finish(taken, state="trained", release_id=self.release_names[-1], step=len(self.release_names) - 1)
@@ -159,9 +159,21 @@ class FakeService:
 
     def chain(self) -> list[Json]:
         last = len(self.release_names) - 1
-        return [{"release_id": f"r{i}", "parent_release_id": f"r{i - 1}" if i else None, "content_id": f"sha256:{i}",
-                 "operation": "train" if i else "base", "step": i, "checkpoint": None, "restorable": True,
-                 "current": i == last, "created_at": 0.0, "metrics": {}} for i in range(last, -1, -1)]
+        return [
+            {
+                "release_id": f"r{i}",
+                "parent_release_id": f"r{i - 1}" if i else None,
+                "content_id": f"sha256:{i}",
+                "operation": "train" if i else "base",
+                "step": i,
+                "checkpoint": None,
+                "restorable": True,
+                "current": i == last,
+                "created_at": 0.0,
+                "metrics": {},
+            }
+            for i in range(last, -1, -1)
+        ]
 
 
 def error(message: str) -> Json:

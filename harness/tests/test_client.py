@@ -23,8 +23,13 @@ def with_client(url: str, call: Callable[[Client], Awaitable[Any]], **options: A
 
 def test_chat_sends_headers_and_body_and_returns_every_choice_with_its_receipt(service: Any) -> None:
     service.answer = lambda prompt, index: f"{prompt}{index}"
-    answer = with_client(service.url, lambda c: c.chat("hi", n=3, max_tokens=9, seed=4, session="s", purpose="eval",
-                                                       tags={"team": "red"}, extra={"top_p": 0.5}), token="secret")
+    answer = with_client(
+        service.url,
+        lambda c: c.chat(
+            "hi", n=3, max_tokens=9, seed=4, session="s", purpose="eval", tags={"team": "red"}, extra={"top_p": 0.5}
+        ),
+        token="secret",
+    )
     assert [choice.text for choice in answer.choices] == ["hi0", "hi1", "hi2"]
     assert answer.receipts == ("c0", "c1", "c2")
     assert (answer.release, answer.prompt_tokens, answer.completion_tokens) == ("r0", 5, 21)
@@ -33,8 +38,14 @@ def test_chat_sends_headers_and_body_and_returns_every_choice_with_its_receipt(s
     assert headers["authorization"] == "Bearer secret"
     assert headers["x-reef-scenario"] == "sums"
     assert (headers["x-reef-session"], headers["x-reef-purpose"], headers["x-reef-tag-team"]) == ("s", "eval", "red")
-    assert body == {"messages": [{"role": "user", "content": "hi"}], "n": 3, "temperature": 1.0, "max_tokens": 9,
-                    "seed": 4, "top_p": 0.5}
+    assert body == {
+        "messages": [{"role": "user", "content": "hi"}],
+        "n": 3,
+        "temperature": 1.0,
+        "max_tokens": 9,
+        "seed": 4,
+        "top_p": 0.5,
+    }
 
 
 def test_completions_take_token_ids(service: Any) -> None:
@@ -54,8 +65,13 @@ def test_a_report_is_retried_with_the_same_id_and_body(service: Any, fault: int 
     sent = service.paths("/reef/report")
     assert len(sent) == 3
     assert sent[0] == sent[1] == sent[2]
-    assert sent[0] == {"agent_record_id": state.id, "references": ["c0"], "score": 1.0, "group": "g",
-                       "grader": {"id": "final", "version": "1"}}
+    assert sent[0] == {
+        "agent_record_id": state.id,
+        "references": ["c0"],
+        "score": 1.0,
+        "group": "g",
+        "grader": {"id": "final", "version": "1"},
+    }
     assert list(service.reports) == [state.id]
 
 
@@ -109,12 +125,22 @@ def test_nothing_listening_is_unreachable() -> None:
         assert with_client(url, lambda c: c.ready())[0] is False
 
 
-@pytest.mark.parametrize(("status", "kind"), [
-    (400, e.BadRequest), (401, e.Unauthorized), (403, e.Forbidden), (404, e.NotFound), (409, e.Conflict),
-    (413, e.TooLarge), (418, e.ServiceError), (500, e.ServiceError),
-])
-def test_errors_have_the_type_of_their_status_and_the_services_words(service: Any, status: int,
-                                                                     kind: type[e.ServiceError]) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, e.BadRequest),
+        (401, e.Unauthorized),
+        (403, e.Forbidden),
+        (404, e.NotFound),
+        (409, e.Conflict),
+        (413, e.TooLarge),
+        (418, e.ServiceError),
+        (500, e.ServiceError),
+    ],
+)
+def test_errors_have_the_type_of_their_status_and_the_services_words(
+    service: Any, status: int, kind: type[e.ServiceError]
+) -> None:
     service.faults.append(status)
     with pytest.raises(kind, match=f"told to answer {status}") as caught:
         with_client(service.url, lambda c: c.report("c0", 1.0))
@@ -123,8 +149,9 @@ def test_errors_have_the_type_of_their_status_and_the_services_words(service: An
 
 
 def test_a_stranger_without_receipts_is_not_taken_for_a_service(service: Any) -> None:
-    service.chat = lambda body, prompt, headers, kind: {"choices": [
-        {"index": 0, "finish_reason": "stop", "message": {"content": "hello"}}]}
+    service.chat = lambda body, prompt, headers, kind: {
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"content": "hello"}}]
+    }
     with pytest.raises(e.UnexpectedAnswer, match="is it a Reef service"):
         with_client(service.url, lambda c: c.chat("hi"))
 

@@ -40,8 +40,15 @@ def test_every_choice_is_reported_with_its_group_and_recorded(service: Any, tmp_
     service.answer = half_right if one_request else lambda prompt, index: "<final>2</final>"
     service.batch_size = 16
     seen: list[Progress] = []
-    end = drive(service, items(2), 1, groups_per_batch=2, records=tmp_path / "r.jsonl", progress=seen.append,
-                one_request=one_request)
+    end = drive(
+        service,
+        items(2),
+        1,
+        groups_per_batch=2,
+        records=tmp_path / "r.jsonl",
+        progress=seen.append,
+        one_request=one_request,
+    )
     assert (end.groups, end.rollouts, end.failed, end.releases, end.release) == (2, 16, 0, 1, "r1")
     assert end.reward == (0.5 if one_request else 1.0)
     assert seen[-1] == end
@@ -64,8 +71,9 @@ def test_the_driver_stays_within_the_groups_it_may_be_ahead(service: Any) -> Non
 
 def test_groups_that_the_service_drops_make_room_for_others(service: Any) -> None:
     service.drop_tied, service.batch_size = True, 8
-    service.answer = lambda prompt, index: (half_right(prompt, index) if int(prompt.split()[1]) % 5 == 4
-                                            else "<final>2</final>")
+    service.answer = lambda prompt, index: (
+        half_right(prompt, index) if int(prompt.split()[1]) % 5 == 4 else "<final>2</final>"
+    )
     end = drive(service, items(), 2, groups_per_batch=1, max_ahead=1)
     assert end.releases == 2
     assert end.groups >= 10
@@ -114,7 +122,8 @@ def test_a_truncated_answer_is_reported_as_such(service: Any) -> None:
     service.finish_reason = "length"
     drive(service, items(1), 1)
     assert {(b["truncated"], b["reason_code"], b["score"]) for b, _ in service.reports.values()} == {
-        (True, "unfinished", 0.0)}
+        (True, "unfinished", 0.0)
+    }
 
 
 def test_a_service_that_refuses_everything_ends_the_run(service: Any) -> None:

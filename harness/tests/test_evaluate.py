@@ -20,12 +20,15 @@ def run(service: Any, items: list[Item]) -> Evaluation:
     return asyncio.run(call())
 
 
-@pytest.mark.parametrize(("successes", "trials", "low", "high"), [
-    (81, 263, 0.2553, 0.3662),  # Newcombe (1998), Statistics in Medicine 17, table I, method 3
-    (15, 148, 0.0624, 0.1605),
-    (0, 20, 0.0, 0.1611),
-    (1, 29, 0.0061, 0.1718),
-])
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),  # Newcombe (1998), Statistics in Medicine 17, table I, method 3
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
 def test_wilson_gives_the_published_intervals(successes: int, trials: int, low: float, high: float) -> None:
     assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
 

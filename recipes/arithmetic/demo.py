@@ -71,18 +71,26 @@ async def learn(url: str, seed: int, releases: int, num_held_out: int, records: 
 
         async def measure(name: str, count: int) -> Evaluation:
             with AnswerBar(count, name) as bar:
-                result = await evaluate(client, held_out[:count], FinalGrader(), max_tokens=MAX_TOKENS, seed=seed,
-                                        progress=bar)
+                result = await evaluate(
+                    client, held_out[:count], FinalGrader(), max_tokens=MAX_TOKENS, seed=seed, progress=bar
+                )
             await client.store_evaluation(result.release, {"set": f"held-out, {STEPS} steps", **result.summary()})
             return result
 
         method = (await client.create_scenario(SCENARIO))["recipe"]
         num_before = len(await client.releases())
         before = await measure("held-out, before", num_held_out)
-        with ReleaseBar(releases) as bar, GroupsDriver(
-            client, items(train_stream(STEPS, seed)), FinalGrader(), max_tokens=MAX_TOKENS,
-            records=records, progress=bar,
-        ) as driver:
+        with (
+            ReleaseBar(releases) as bar,
+            GroupsDriver(
+                client,
+                items(train_stream(STEPS, seed)),
+                FinalGrader(),
+                max_tokens=MAX_TOKENS,
+                records=records,
+                progress=bar,
+            ) as driver,
+        ):
             for target in sorted({max(1, releases * i // NUM_PARTS) for i in range(1, NUM_PARTS + 1)}):
                 async with finish_on_sigint(driver.stop):
                     progress = await driver.run(releases=target)
@@ -96,8 +104,16 @@ async def learn(url: str, seed: int, releases: int, num_held_out: int, records: 
     step = {release.id: release.step for release in chain}
     points = sorted((step[e.release], e.accuracy, e.low, e.high) for e in (before, *between, after))
     rewards = sorted((step[release], sum(scores) / len(scores)) for release, scores in driver.rewards.items())
-    return Outcome(method, before, after, Curve(rewards, points), chain, len(chain) - num_before, progress.rollouts,
-                   time.monotonic() - started)
+    return Outcome(
+        method,
+        before,
+        after,
+        Curve(rewards, points),
+        chain,
+        len(chain) - num_before,
+        progress.rollouts,
+        time.monotonic() - started,
+    )
 
 
 def write_summary(path: Path, outcome: Outcome, seed: int) -> None:
@@ -124,16 +140,20 @@ def table(chain: Sequence[Release]) -> str:
     lines = [f"{'release':<26} {'step':>4}  {'operation':<10} {'reward':>6}  {'weights on disk':<15}  served"]
     for release in chain[:TABLE_ROWS]:
         reward = release.metrics.get("reward_mean")
-        lines.append(f"{release.id:<26} {release.step:>4}  {release.operation:<10} "
-                     f"{'-' if reward is None else format(reward, '.3f'):>6}  "
-                     f"{'yes' if release.restorable else 'no':<15}  {'<-' if release.current else ''}")
+        lines.append(
+            f"{release.id:<26} {release.step:>4}  {release.operation:<10} "
+            f"{'-' if reward is None else format(reward, '.3f'):>6}  "
+            f"{'yes' if release.restorable else 'no':<15}  {'<-' if release.current else ''}"
+        )
     return "\n".join(lines)
 
 
 def share(evaluation: Evaluation) -> str:
     """Accuracy with its interval, as text."""
-    return f"{evaluation.accuracy:.3f}  (95% interval {evaluation.low:.3f} to {evaluation.high:.3f}, " \
-           f"{evaluation.graded} problems)"
+    return (
+        f"{evaluation.accuracy:.3f}  (95% interval {evaluation.low:.3f} to {evaluation.high:.3f}, "
+        f"{evaluation.graded} problems)"
+    )
 
 
 def go_on(url: str | None, run_dir: Path, records: Path) -> str:
@@ -144,12 +164,14 @@ def go_on(url: str | None, run_dir: Path, records: Path) -> str:
     body = json.dumps({"messages": [{"role": "user", "content": held_out_set(STEPS, 1)[0].text}], "max_tokens": 64})
     with records.open() as lines:
         receipt = next(row["receipt"] for row in map(json.loads, lines) if row["receipt"])
-    return "\n".join((
-        f"  {reef} {first}",
-        f"  curl -i {url or 'http://127.0.0.1:8080'}/v1/chat/completions -H 'content-type: application/json' "
-        f"-H 'x-reef-scenario: {SCENARIO}' -d {shlex.quote(body)}",
-        f"  {reef} why {receipt} {at}",
-    ))
+    return "\n".join(
+        (
+            f"  {reef} {first}",
+            f"  curl -i {url or 'http://127.0.0.1:8080'}/v1/chat/completions -H 'content-type: application/json' "
+            f"-H 'x-reef-scenario: {SCENARIO}' -d {shlex.quote(body)}",
+            f"  {reef} why {receipt} {at}",
+        )
+    )
 
 
 def short(path: Path) -> str:
@@ -187,9 +209,12 @@ def demo(args: argparse.Namespace) -> None:
 
     write_summary(summary, outcome, args.seed)
     gain = outcome.after.accuracy - outcome.before.accuracy
-    learning_curve(plot, outcome.curve.rewards, outcome.curve.held_out,
-                   f"Arithmetic, {STEPS} steps, seed {args.seed}: held-out accuracy {gain:+.2f} "
-                   f"in {outcome.releases} releases")
+    learning_curve(
+        plot,
+        outcome.curve.rewards,
+        outcome.curve.held_out,
+        f"Arithmetic, {STEPS} steps, seed {args.seed}: held-out accuracy {gain:+.2f} in {outcome.releases} releases",
+    )
     print(f"""
 held-out accuracy, {STEPS}-step problems never trained on, one answer each at temperature 1
   before  {share(outcome.before)}

@@ -26,20 +26,25 @@ CHAT_TEMPLATE = (
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Train the tokenizer on the task's own texts; the result is the same on every call."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
     rng = random.Random(0)
     problems = [draw(rng, rng.randint(1, 8)) for _ in range(2000)]
     texts = [text for p in problems for text in (f"user\n{p.text}", f"assistant\n{solution(p)}")]
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD, START, END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    ))
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=[PAD, START, END],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=END,
@@ -56,18 +61,20 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(seed: int) -> Qwen3ForCausalLM:
     """Make the untrained network in float32, with weights drawn from ``seed``."""
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=256,
-        tie_word_embeddings=True,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    ))
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            tie_word_embeddings=True,
+            max_position_embeddings=CONTEXT,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            bos_token_id=None,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+    )

@@ -79,7 +79,7 @@ def corpus_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tupl
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
         ids_BT[row, :end] = torch.tensor(prompt + answer)
-        labels_BT[row, len(prompt):end] = torch.tensor(answer)
+        labels_BT[row, len(prompt) : end] = torch.tensor(answer)
     return ids_BT, labels_BT
 
 
@@ -111,26 +111,32 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
 
 
 @torch.inference_mode()
-def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem],
-           num_samples: int) -> list[list[tuple[str, bool]]]:
+def sample(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], num_samples: int
+) -> list[list[tuple[str, bool]]]:
     """Answer each problem ``num_samples`` times at temperature 1 (0: once, greedily): (text, finished) each."""
     longest = max(len(problem.steps) for problem in problems)
     answers: list[list[tuple[str, bool]]] = []
     for first in range(0, len(problems), 64):
-        inputs = tokenizer.pad({"input_ids": prompt_ids(tokenizer, problems[first:first + 64])}, return_tensors="pt")
+        inputs = tokenizer.pad({"input_ids": prompt_ids(tokenizer, problems[first : first + 64])}, return_tensors="pt")
         mode: dict[str, Any] = {"do_sample": False}
         if num_samples:
-            mode = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
-                    "num_return_sequences": num_samples}
+            mode = {
+                "do_sample": True,
+                "temperature": 1.0,
+                "top_k": 0,
+                "top_p": 1.0,
+                "num_return_sequences": num_samples,
+            }
         rows = model.generate(**inputs, max_new_tokens=12 * longest + 24, **mode)
-        rows = rows[:, inputs["input_ids"].shape[1]:].tolist()
+        rows = rows[:, inputs["input_ids"].shape[1] :].tolist()
         texts = []
         for row in rows:
             finished = tokenizer.eos_token_id in row
-            kept = row[:row.index(tokenizer.eos_token_id)] if finished else row
+            kept = row[: row.index(tokenizer.eos_token_id)] if finished else row
             texts.append((tokenizer.decode(kept), finished))
         count = num_samples or 1
-        answers += [texts[i:i + count] for i in range(0, len(texts), count)]
+        answers += [texts[i : i + count] for i in range(0, len(texts), count)]
     return answers
 
 
@@ -140,8 +146,9 @@ def grade(problem: Problem, answer: tuple[str, bool]) -> Verdict:
     return FinalGrader().grade(text, str(problem.answer), "stop" if finished else "length")
 
 
-def measure(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, num_problems: int,
-            seed: int) -> Measurement:
+def measure(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, num_problems: int, seed: int
+) -> Measurement:
     """Grade the model's answers to held-out problems of ``steps`` steps."""
     model.eval()
     torch.manual_seed(seed)
@@ -194,8 +201,10 @@ Tokenizer: byte-level BPE, 300 entries, every digit a token of its own; ChatML-l
 
 def write_card(out: Path, card: dict[str, Any]) -> None:
     """Write the model's card beside its weights: ``card.json``, and README.md for people."""
-    rows = "\n".join(f"| {m['steps']} | {m['pass_at_1']:.3f} | {m['greedy']:.3f} | {m['pass_at_8']:.3f} "
-                     f"| {m['format_valid']:.3f} |" for m in card["measured"])
+    rows = "\n".join(
+        f"| {m['steps']} | {m['pass_at_1']:.3f} | {m['greedy']:.3f} | {m['pass_at_8']:.3f} | {m['format_valid']:.3f} |"
+        for m in card["measured"]
+    )
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     problems = card["measured"][0]["problems"]
     (out / "README.md").write_text(CARD.format(rows=rows, problems=problems, samples=SAMPLES, **card))
@@ -220,8 +229,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer.save_pretrained(args.out)
     model.save_pretrained(args.out)
 
-    measured = [measure(model, tokenizer, steps, args.eval_problems, args.seed)
-                for steps in tqdm((2, 4, 8), desc="measuring", unit="class")]
+    measured = [
+        measure(model, tokenizer, steps, args.eval_problems, args.seed)
+        for steps in tqdm((2, 4, 8), desc="measuring", unit="class")
+    ]
     card = {
         "command": f"python -m recipes.arithmetic.pretrain --seed {args.seed} --steps {args.steps}",
         "parameters": model.num_parameters(),

@@ -23,9 +23,16 @@ class ServiceFailed(RuntimeError):  # noqa: N818
 
 
 @contextmanager
-def running_service(config: Path, run_dir: Path, flags: Sequence[str] = (), *, program: Sequence[str] = REEF,
-                    ready_timeout_s: float = 300.0, patience_s: tuple[float, float] = (30.0, 10.0),
-                    say: Callable[[str], None] = print) -> Iterator[str]:
+def running_service(
+    config: Path,
+    run_dir: Path,
+    flags: Sequence[str] = (),
+    *,
+    program: Sequence[str] = REEF,
+    ready_timeout_s: float = 300.0,
+    patience_s: tuple[float, float] = (30.0, 10.0),
+    say: Callable[[str], None] = print,
+) -> Iterator[str]:
     """Serve ``config`` from ``run_dir`` on a free port; yield the URL once ready. Its log is serve.log beside run_dir.
 
     The service gets a session of its own, so that Ctrl-C reaches it only through us. However the block ends, it is
@@ -49,8 +56,9 @@ class _Process:
     """The service's process and, as far as seen, its descendants (Ray puts some of them outside its session)."""
 
     def __init__(self, command: Sequence[str], log: IO[bytes]) -> None:
-        self.popen = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
-                                      stderr=subprocess.STDOUT, start_new_session=True)
+        self.popen = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         self._seen: set[psutil.Process] = set()
 
     def look(self) -> None:
@@ -84,15 +92,18 @@ class _Process:
         psutil.wait_procs(self._seen, timeout=5)
 
 
-def _wait_until_ready(process: _Process, announced: Path, log_path: Path, timeout_s: float,
-                      say: Callable[[str], None]) -> str:
+def _wait_until_ready(
+    process: _Process, announced: Path, log_path: Path, timeout_s: float, say: Callable[[str], None]
+) -> str:
     started = time.monotonic()
     said = ""
     while time.monotonic() - started < timeout_s:
         process.look()
         if process.popen.poll() is not None:
-            raise ServiceFailed(f"the service ended with status {process.popen.returncode} before it was ready. "
-                                f"The end of {log_path}:\n{_tail(log_path)}")
+            raise ServiceFailed(
+                f"the service ended with status {process.popen.returncode} before it was ready. "
+                f"The end of {log_path}:\n{_tail(log_path)}"
+            )
         url = service_url(announced)
         waits_for = _waits_for(url) if url else "the service's process"
         if url and waits_for is None:
@@ -102,8 +113,10 @@ def _wait_until_ready(process: _Process, announced: Path, log_path: Path, timeou
             said = waits_for
             say(f"  {time.monotonic() - started:3.0f} s  waiting for {waits_for}")
         time.sleep(0.2)
-    raise ServiceFailed(f"the service was not ready after {timeout_s:.0f} s; it waits for {said}. "
-                        f"The end of {log_path}:\n{_tail(log_path)}")
+    raise ServiceFailed(
+        f"the service was not ready after {timeout_s:.0f} s; it waits for {said}. "
+        f"The end of {log_path}:\n{_tail(log_path)}"
+    )
 
 
 def service_url(announced: Path) -> str | None:

@@ -55,8 +55,10 @@ def solution(problem: Problem, values: Sequence[int] | None = None) -> str:
     """Write the worked solution, from the correct values or (for an imperfect writer) from others."""
     values = problem.values if values is None else values
     befores = [problem.start, *values]
-    lines = (f"{before}{sign}{amount}={after}"
-             for before, (sign, amount), after in zip(befores, problem.steps, values, strict=False))
+    lines = (
+        f"{before}{sign}{amount}={after}"
+        for before, (sign, amount), after in zip(befores, problem.steps, values, strict=False)
+    )
     return f"{', '.join(lines)}. <final>{values[-1]}</final>"
 
 

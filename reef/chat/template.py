@@ -41,7 +41,6 @@ class Template:
         template = self._tokenizer.chat_template
         self.template_digest = _sha256(str(template)) if template else None
         self.tokenizer_digest = _sha256(self._tokenizer.backend_tokenizer.to_str())
-        self._special_ids = frozenset(self._tokenizer.all_special_ids)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Ids:
         """Prompt ids [P] of a chat, ready for the assistant's answer.

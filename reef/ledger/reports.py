@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
 from reef.errors import BadRequestError, ConflictError, NotFoundError
 from reef.ledger.codec import digest, from_json, to_json
@@ -20,6 +20,39 @@ from reef.ledger.schema import batches, receipts, releases, report_receipts, rep
 from reef.types import Candidate, Drop, Report, ReportState
 
 MAX_CANDIDATES = 8192  # pending reports that a selection looks at, oldest first
+
+
+# The statements of `accept`, built once: making one costs more than running it.
+_FIND_DIGEST = select(reports.c.digest).where(reports.c.id == bindparam("id"))
+_FIND_REFERENCES = (
+    select(
+        receipts.c.id,
+        requests.c.scenario,
+        requests.c.purpose,
+        receipts.c.finish_reason,
+        receipts.c.inexact_reason,
+        receipts.c.num_tokens,
+        requests.c.prompt_length,
+        requests.c.prompt_digest,
+        requests.c.sampling,
+        receipts.c.spans,
+        receipts.c.claimed_by,
+    )
+    .join(requests, requests.c.id == receipts.c.request_id)
+    .where(receipts.c.id.in_(bindparam("ids", expanding=True)))
+)
+_FIND_MEMBER = (
+    select(reports.c.id, reports.c.prompt_digest)
+    .where(
+        reports.c.scenario == bindparam("scenario"),
+        reports.c.state == ReportState.PENDING.value,
+        reports.c.group_key == bindparam("group"),
+    )
+    .limit(1)
+)
+_INSERT_REPORT = insert(reports)
+_INSERT_REFERENCE = insert(report_receipts)
+_CLAIM = update(receipts).where(receipts.c.id == bindparam("receipt")).values(claimed_by=bindparam("report"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +81,10 @@ def accept(connection: Connection, report: Report, trains: bool, now: float) -> 
         BadRequestError: a reference belongs to another scenario, or the group holds another prompt.
     """
     body = to_json(dict(report.body))
-    stored = connection.execute(select(reports.c.digest).where(reports.c.id == report.id)).first()
+    body_digest = digest(report.scenario, body)
+    stored = connection.scalar(_FIND_DIGEST, {"id": report.id})
     if stored is not None:
-        if stored.digest != digest(report.scenario, body):
+        if stored != body_digest:
             raise ConflictError(
                 f"report {report.id} is stored already with another body", param="agent_record_id", code="id_reused"
             )
@@ -62,33 +96,45 @@ def accept(connection: Connection, report: Report, trains: bool, now: float) -> 
     if state is ReportState.PENDING:
         _refuse_mixed_prompts(connection, report, key, prompt)
     connection.execute(
-        insert(reports).values(
-            id=report.id,
-            scenario=report.scenario,
-            body=body,
-            digest=digest(report.scenario, body),
-            score=report.score,
-            state=state.value,
-            reason=reason,
-            group_key=key,
-            prompt_digest=prompt,
-            oldest_release=_oldest_release(connection, references),
-            num_tokens=max((item.prompt_length + item.num_tokens for item in references), default=0),
-            created_at=now,
-            updated_at=now,
-        )
+        _INSERT_REPORT,
+        {
+            "id": report.id,
+            "scenario": report.scenario,
+            "body": body,
+            "digest": body_digest,
+            "score": report.score,
+            "state": state.value,
+            "reason": reason,
+            "group_key": key,
+            "prompt_digest": prompt,
+            "oldest_release": _oldest_release(connection, references),
+            "num_tokens": max((item.prompt_length + item.num_tokens for item in references), default=0),
+            "created_at": now,
+            "updated_at": now,
+        },
     )
     if references:
         rows = [
             {"report_id": report.id, "position": position, "receipt_id": item.id}
             for position, item in enumerate(references)
         ]
-        connection.execute(insert(report_receipts), rows)
+        connection.execute(_INSERT_REFERENCE, rows)
     if state is ReportState.PENDING:
-        connection.execute(
-            update(receipts).where(receipts.c.id.in_([item.id for item in references])).values(claimed_by=report.id)
-        )
-    return view(connection, report.id)
+        connection.execute(_CLAIM, [{"receipt": item.id, "report": report.id} for item in references])
+    return {
+        "agent_record_id": report.id,
+        "scenario": report.scenario,
+        "state": state.value,
+        "reason": reason,
+        "score": report.score,
+        "group": report.group,
+        "references": list(report.references),
+        "batch_id": None,
+        "step": None,
+        "release_id": None,
+        "created_at": now,
+        "updated_at": now,
+    }
 
 
 def view(connection: Connection, report_id: str, group_size: int | None = None) -> dict[str, Any]:
@@ -187,20 +233,7 @@ def drop(connection: Connection, drops: Iterable[Drop], now: float) -> None:
 
 
 def _references(connection: Connection, report: Report) -> list[_Reference]:
-    query = select(
-        receipts.c.id,
-        requests.c.scenario,
-        requests.c.purpose,
-        receipts.c.finish_reason,
-        receipts.c.inexact_reason,
-        receipts.c.num_tokens,
-        requests.c.prompt_length,
-        requests.c.prompt_digest,
-        requests.c.sampling,
-        receipts.c.spans,
-        receipts.c.claimed_by,
-    ).join(requests, requests.c.id == receipts.c.request_id)
-    rows = connection.execute(query.where(receipts.c.id.in_(report.references)))
+    rows = connection.execute(_FIND_REFERENCES, {"ids": report.references})
     found = {row.id: _Reference(*row[:9], from_json(row.spans), row.claimed_by) for row in rows}
     for index, receipt_id in enumerate(report.references):
         if receipt_id not in found:
@@ -259,16 +292,7 @@ def _without_seed(sampling: str) -> str:
 
 
 def _refuse_mixed_prompts(connection: Connection, report: Report, key: str | None, prompt: str | None) -> None:
-    query = (
-        select(reports.c.id, reports.c.prompt_digest)
-        .where(
-            reports.c.scenario == report.scenario,
-            reports.c.state == ReportState.PENDING.value,
-            reports.c.group_key == key,
-        )
-        .limit(1)
-    )
-    other = connection.execute(query).first()
+    other = connection.execute(_FIND_MEMBER, {"scenario": report.scenario, "group": key}).first()
     if other is not None and other.prompt_digest != prompt:
         raise BadRequestError(
             f"group {report.group}: its members answer one prompt, and report {other.id} of it answers another",

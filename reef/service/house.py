@@ -42,10 +42,17 @@ class House:
     num_in_flight: int = 0
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     _known: dict[str, Scenario] = field(default_factory=dict)
+    _training: str | None = None
 
     @property
     def trains(self) -> bool:
         return self.config.training.backend != "none"
+
+    async def is_training(self, scenario: str) -> bool:
+        """Whether a scenario's reports train. Once one does it stays so: no ledger is asked twice."""
+        if self._training is None and self.trains:
+            self._training = await self.ledger.read(scenarios.training)
+        return scenario == self._training
 
     def require_ready(self) -> Storage:
         """Raises UnavailableError while starting."""

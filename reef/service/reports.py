@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from reef.ledger import receipts, reports, scenarios
+from reef.ledger import receipts, reports
 from reef.ledger.codec import from_json
 from reef.service.house import House
 from reef.service.http import body_schema, house_of, json_response, read_body
@@ -38,8 +38,7 @@ async def post_report(http: HttpRequest) -> Response:
         truncated=body.truncated,
         created_at=now,
     )
-    trains = house.trains and scenario == await house.ledger.read(scenarios.training)
-    stored = await house.ledger.write(reports.accept, report, trains, now)
+    stored = await house.ledger.write(reports.accept, report, await house.is_training(scenario), now)
     house.metrics.reports.labels(stored["state"]).inc()
     if house.dispatcher is not None:
         house.dispatcher.notify()

@@ -12,7 +12,7 @@ from reef.ledger import releases, reports, scenarios
 from reef.ledger.scenarios import Scenario
 from reef.service.house import House
 from reef.service.http import body_schema, house_of, json_response, read_body
-from reef.service.wire import ReportBody, ScenarioBody, UpdateBody, parse, parse_json
+from reef.service.wire import MAX_INT, ReportBody, ScenarioBody, UpdateBody, parse, parse_json
 from reef.types import Release, ReportState
 
 router = APIRouter(prefix="/reef/scenarios")
@@ -90,9 +90,9 @@ async def list_releases(name: str, http: HttpRequest) -> Response:
     """The chain, newest first. `?limit=` (100) and `?before=` NUMBER page through it."""
     house = house_of(http)
     await house.ledger.read(scenarios.get, name)
-    limit = _number(http, "limit", 100, MAX_RELEASES)
-    before = _number(http, "before", None, None)
-    chain = await house.ledger.read(releases.chain, name, limit or 100, before)
+    limit = _number(http, "limit", 100, 1, MAX_RELEASES)
+    before = _number(http, "before", MAX_INT, 0, MAX_INT)
+    chain = await house.ledger.read(releases.chain, name, limit, before)
     results = await house.ledger.read(releases.evaluations_of, [release.id for release in chain])
     head = await house.ledger.read(releases.head, name)
     shown = [_show_release(release, head, results.get(release.id, [])) for release in chain]
@@ -143,12 +143,10 @@ def _show_release(release: Release, head: Release | None, results: list[Any]) ->
     }
 
 
-def _number(http: HttpRequest, name: str, default: int | None, most: int | None) -> int | None:
+def _number(http: HttpRequest, name: str, default: int, least: int, most: int) -> int:
     text = http.query_params.get(name)
     if text is None:
         return default
-    if not text.isdecimal() or (most is not None and not 1 <= int(text) <= most):
-        raise BadRequestError(
-            f"{name}: expected a whole number{f' up to {most}' if most else ''}, got {text!r}", param=name
-        )
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
+        raise BadRequestError(f"{name}: expected a whole number from {least} to {most}, got {text[:40]!r}", param=name)
     return int(text)

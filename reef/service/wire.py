@@ -207,9 +207,9 @@ def parse(model: type[B], raw: bytes) -> B:
 def _explained(error: ValidationError, body: Any) -> BadRequestError:
     details = error.errors(include_url=False)
     fields = [_field(detail["loc"], detail["type"], body) for detail in details]
-    # A field with several types has an error for each: the one that got furthest says most.
+    # A field with several types has an error for each: the one that got furthest, past the type, says most.
     same = (i for i, field in enumerate(fields) if f"{field}.".startswith(f"{fields[0]}."))
-    index = max(same, key=lambda i: len(fields[i]))
+    index = max(same, key=lambda i: (len(fields[i]), not details[i]["type"].endswith("_type")))
     detail, field = details[index], fields[index]
     if detail["type"] == "extra_forbidden":
         return BadRequestError(f"unknown field {field}", param=field, code="unknown_field")

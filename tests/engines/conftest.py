@@ -155,13 +155,15 @@ class Server:
         body = self.body(ids, max_new_tokens, stream=True, **options)
         with self.client.stream("POST", self.url + "/generate", json=body) as response:
             assert response.status_code == 200
-            last = ""
-            for line in response.iter_lines():
-                if line:
-                    last = line.removeprefix("data: ")
-                    if last != "[DONE]":
+            pending, last = b"", b""
+            # Not iter_lines: it also splits at characters like U+2028, which JSON strings may hold.
+            for chunk in response.iter_bytes():
+                *events, pending = (pending + chunk).split(b"\n\n")
+                for event in events:
+                    last = event.removeprefix(b"data: ")
+                    if last != b"[DONE]":
                         yield json.loads(last)
-            assert last == "[DONE]"
+            assert last == b"[DONE]"
 
     def started(self, ids: Any, max_new_tokens: int, **options: Any) -> Future[dict[str, Any]]:
         """Starts a streamed request, waits until it has a token, and promises its last event."""

@@ -53,6 +53,8 @@ def machine(book_class: type, begun: Path) -> type[RuleBasedStateMachine]:
         @initialize()
         def traffic(self) -> None:
             self.complete(4)
+            for receipt in self.receipts[:3]:
+                self.submit([receipt], 1.0)
 
         @rule(count=st.integers(1, 4))
         def complete(self, count: int) -> None:
@@ -62,6 +64,9 @@ def machine(book_class: type, begun: Path) -> type[RuleBasedStateMachine]:
         @rule(data=st.data(), score=st.sampled_from([0.0, 1.0, None]))
         def report(self, data: st.DataObject, score: float | None) -> None:
             chosen = data.draw(st.lists(st.sampled_from(self.receipts), min_size=1, max_size=3, unique=True))
+            self.submit(chosen, score)
+
+        def submit(self, chosen: list[str], score: float | None) -> None:
             owners = [self.claims[receipt] for receipt in chosen if receipt in self.claims]
             report_id = self.book.accept(*chosen, score=score)["agent_record_id"]
             if score is None:
@@ -82,8 +87,8 @@ def machine(book_class: type, begun: Path) -> type[RuleBasedStateMachine]:
         def reserve(self, data: st.DataObject) -> None:
             order = data.draw(st.permutations(self.pending()))
             cut = data.draw(st.integers(1, len(order)))
-            trains = data.draw(st.lists(st.booleans(), min_size=cut, max_size=cut))
-            picks = tuple(Pick(name, "g", does) for name, does in zip(order[:cut], trains, strict=True))
+            silent = data.draw(st.integers(0, cut))  # the pick at this position is stale; none where it is `cut`
+            picks = tuple(Pick(name, "g", trains=index != silent) for index, name in enumerate(order[:cut]))
             drops = tuple(Drop(name, "tied") for name in order[cut : cut + 1])
             self.open = f"b{len(self.members)}"
             batch = self.book.reserve([], id=self.open, selection=Selection(picks, drops), base_release=self.chain[-1])

@@ -142,6 +142,17 @@ def test_a_row_that_is_refused_fails_its_own_write_only(book: Any, refused: Call
     assert notes(book) == {"note1", "note2"}
 
 
+def test_a_write_that_breaks_its_transaction_fails_its_group_and_later_writes_go_on(book: Any) -> None:
+    def misbehaving(connection: Connection) -> None:
+        note(connection, "note-lost")
+        connection.close()
+
+    answers = together(book, lambda c: note(c, "note1"), misbehaving)
+    assert all(isinstance(answer, Exception) for answer in answers)
+    assert book.write(note, "note2") == "note2"
+    assert notes(book) == {"note2"}
+
+
 def test_a_caller_that_goes_away_does_not_undo_its_write(book: Any) -> None:
     async def run() -> None:
         gate = Gate()

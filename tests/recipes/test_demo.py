@@ -18,8 +18,15 @@ def test_the_demo_learns_measures_and_leaves_nothing_running(tmp_path: Path) -> 
     options = ["--releases", "2", "--held-out", "40", "--out", str(out)]
     command = [sys.executable, "-m", "recipes.arithmetic.demo", *options]
     path = os.pathsep.join([str(ROOT), str(ROOT / "harness")])
-    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-                         timeout=240, check=False)
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["method"] == "grpo"
@@ -33,6 +40,9 @@ def test_the_demo_learns_measures_and_leaves_nothing_running(tmp_path: Path) -> 
     assert not [row["error"] for row in rows if row["error"]]
     assert "before  " in run.stdout
     assert "reef why rcp_" in run.stdout
-    left = [process.pid for process in psutil.process_iter(["cmdline"])
-            if str(out) in " ".join(process.info["cmdline"] or []) and process.status() != psutil.STATUS_ZOMBIE]
+    left = [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(out) in " ".join(process.info["cmdline"] or []) and process.status() != psutil.STATUS_ZOMBIE
+    ]
     assert left == []

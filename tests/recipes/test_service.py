@@ -15,7 +15,7 @@ import pytest
 from recipes.arithmetic.service import ROOT, ServiceFailed, answers, running_service, service_url
 
 # A stand-in for `reef`: ready at the second question; with a grandchild in a session of its own, as Ray has them.
-STAND_IN = textwrap.dedent('''
+STAND_IN = textwrap.dedent("""
     import json, os, pathlib, signal, subprocess, sys, time
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -47,7 +47,7 @@ STAND_IN = textwrap.dedent('''
     url = f"http://127.0.0.1:{server.server_address[1]}"
     (run_dir / "service.json").write_text(json.dumps({"url": url, "pid": os.getpid(), "child": child.pid}))
     server.serve_forever()
-''')
+""")
 
 
 @pytest.fixture
@@ -78,8 +78,9 @@ def alive(folder: Path) -> list[bool]:
 @pytest.mark.parametrize("mode", ["good", "deaf"])
 def test_the_service_is_ready_inside_the_block_and_gone_with_its_children_after(folder: Path, mode: str) -> None:
     said: list[str] = []
-    with running_service(Path("serve.yaml"), folder / "run", program=program(folder, mode), patience_s=(0.5, 0.2),
-                         say=said.append) as url:
+    with running_service(
+        Path("serve.yaml"), folder / "run", program=program(folder, mode), patience_s=(0.5, 0.2), say=said.append
+    ) as url:
         assert answers(url)
         assert service_url(folder / "run" / "service.json") == url
         assert alive(folder) == [True, True]
@@ -90,29 +91,40 @@ def test_the_service_is_ready_inside_the_block_and_gone_with_its_children_after(
 
 
 def test_everything_ends_when_the_block_fails(folder: Path) -> None:
-    with pytest.raises(ZeroDivisionError), running_service(Path("serve.yaml"), folder / "run",
-                                                           program=program(folder, "good"), say=lambda line: None):
+    with (
+        pytest.raises(ZeroDivisionError),
+        running_service(Path("serve.yaml"), folder / "run", program=program(folder, "good"), say=lambda line: None),
+    ):
         raise ZeroDivisionError
     assert alive(folder) == [False, False]
 
 
 def test_a_service_that_ends_early_shows_the_end_of_its_log(folder: Path) -> None:
-    with pytest.raises(ServiceFailed, match=r"ended with status 1 before it was ready(.|\n)*the model is missing"), \
-            running_service(Path("serve.yaml"), folder / "run", program=program(folder, "fails")):
+    with (
+        pytest.raises(ServiceFailed, match=r"ended with status 1 before it was ready(.|\n)*the model is missing"),
+        running_service(Path("serve.yaml"), folder / "run", program=program(folder, "fails")),
+    ):
         pass
 
 
 def test_a_service_that_never_gets_ready_is_given_up_and_ended(folder: Path) -> None:
-    with pytest.raises(ServiceFailed, match=r"not ready after 1 s; it waits for the trainer"), \
-            running_service(Path("serve.yaml"), folder / "run", program=program(folder, "never"), ready_timeout_s=1.0,
-                            say=lambda line: None):
+    with (
+        pytest.raises(ServiceFailed, match=r"not ready after 1 s; it waits for the trainer"),
+        running_service(
+            Path("serve.yaml"),
+            folder / "run",
+            program=program(folder, "never"),
+            ready_timeout_s=1.0,
+            say=lambda line: None,
+        ),
+    ):
         pass
     assert alive(folder) == [False, False]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_demo_ends_the_service_too(folder: Path, number: signal.Signals) -> None:
-    script = textwrap.dedent(f'''
+    script = textwrap.dedent(f"""
         import pathlib, signal, sys, time
         from recipes.arithmetic.demo import _terminate
         from recipes.arithmetic.service import running_service
@@ -121,10 +133,15 @@ def test_a_signal_to_the_demo_ends_the_service_too(folder: Path, number: signal.
                              program={program(folder, "good")!r}):
             print("inside", flush=True)
             time.sleep(600)
-    ''')
+    """)
     path = os.pathsep.join([str(ROOT), str(ROOT / "harness")])
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                          env={**os.environ, "PYTHONPATH": path}) as demo:
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as demo:
         assert demo.stdout is not None
         while demo.stdout.readline() != "inside\n":
             assert demo.poll() is None

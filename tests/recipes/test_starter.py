@@ -37,10 +37,22 @@ def test_the_committed_tokenizer_is_the_one_the_code_builds(tokenizer: Any) -> N
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.eos_token) == (0, 2, "<|im_end|>")
 
 
-@pytest.mark.parametrize("text", [
-    "Start at 9. Subtract 4. Add 3.", "9-4=5, 5+3=8. <final>8</final>", "", " ", "\n\n\t", "héllo wörld", "日本語 🐚",
-    "a" * 300, "1234567890", "\x00\x7f", "don't , clean ?",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Start at 9. Subtract 4. Add 3.",
+        "9-4=5, 5+3=8. <final>8</final>",
+        "",
+        " ",
+        "\n\n\t",
+        "héllo wörld",
+        "日本語 🐚",
+        "a" * 300,
+        "1234567890",
+        "\x00\x7f",
+        "don't , clean ?",
+    ],
+)
 def test_any_text_survives_a_round_trip(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -54,8 +66,10 @@ def test_every_digit_is_a_token_of_its_own(tokenizer: Any) -> None:
 def test_the_template_writes_turns_and_opens_the_assistants(tokenizer: Any) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Start at 1. Add 2."}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nStart at 1. Add 2.<|im_end|>\n"
-                    "<|im_start|>assistant\n")
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nStart at 1. Add 2.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(ids) == text
     assert ids.count(1) == 3  # <|im_start|> is one token

@@ -134,10 +134,11 @@ def reference_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return torch.stack(prompts).mean()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 def test_the_same_batch_and_state_give_the_same_bits(
-    worker: MegatronWorker, make_batch: MakeBatch, tmp_path: Path
+    worker: MegatronWorker, make_batch: MakeBatch, tmp_path: Path, threads: int
 ) -> None:
-    batch = make_batch(noise=0.1)
+    batch = make_batch(noise=0.1, threads=threads)
     worker.save(tmp_path / "start")
     contents = []
     for attempt in range(2):

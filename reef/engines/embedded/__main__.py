@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import uvloop
@@ -135,7 +135,6 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, engine: Engi
         return 1
     if not stopped:
         log.warning("the generation thread is in a long operation; leaving without it")
-        os._exit(0)
     return 0
 
 
@@ -198,5 +197,13 @@ def _refuse(message: str) -> int:
     return 2
 
 
+def leave(status: int) -> NoReturn:
+    """Ends the process without tearing the interpreter down: with torch that takes seconds and nothing is owed."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,0 +1,45 @@
+"""Send graded arithmetic traffic to a running service until it has made some releases.
+
+`python -m recipes.arithmetic.traffic --url http://127.0.0.1:8080 --releases 2`
+"""
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+
+from reef_harness import Client, FinalGrader, GroupsDriver, Item, finish_on_sigint
+from reef_harness.progress import ReleaseBar
+
+from recipes.arithmetic.task import train_stream
+
+STEPS = 4  # of each problem
+MAX_TOKENS = 64
+
+
+async def send(url: str, scenario: str, releases: int, seed: int) -> None:
+    """Keep groups of rollouts in flight until our reports have trained `releases` releases, or Ctrl-C."""
+    problems = (
+        Item.from_text(problem.text, problem.text, str(problem.answer)) for problem in train_stream(STEPS, seed)
+    )
+    async with Client(url, scenario=scenario, token=os.environ.get("REEF_API_KEY")) as client:
+        with (
+            ReleaseBar(releases) as bar,
+            GroupsDriver(client, problems, FinalGrader(), max_tokens=MAX_TOKENS, progress=bar) as driver,
+        ):
+            async with finish_on_sigint(driver.stop):
+                await driver.run(releases=releases)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8080")
+    parser.add_argument("--scenario", default="arithmetic")
+    parser.add_argument("--releases", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of the stream of problems")
+    arguments = parser.parse_args(argv)
+    asyncio.run(send(arguments.url, arguments.scenario, arguments.releases, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

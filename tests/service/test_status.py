@@ -1,0 +1,209 @@
+"""Alive, ready, metrics, status, and the commands that ask for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from reef.cli import main
+
+
+def test_it_is_alive_and_ready(recorder) -> None:
+    alive = recorder.get("/healthz")
+    assert alive.json()["status"] == "ok"
+    assert alive.json()["uptime_s"] > 0
+    assert recorder.get("/readyz").json() == {"ready": True}
+
+
+def test_status_says_what_is_going_on(recorder) -> None:
+    recorder.chat("1+1=")
+    status = recorder.status()
+    assert status["ready"] is True
+    assert (status["waiting_for"], status["failure"], status["training"]) == (None, None, None)
+    assert status["run_dir"] == str(recorder.run_dir)
+    assert status["in_flight"] == 0
+    (engine,) = status["engines"]
+    assert engine["state"] == "ready"
+    assert engine["pid"] in [process.pid for process in recorder.processes()]
+    assert engine["release_id"] == status["scenario"]["served"] == status["scenario"]["head"]
+    assert status["scenario"]["pending"] == status["scenario"]["reserved"] == 0
+    assert status["disk"]["free_bytes"] > 0
+
+
+def test_requests_in_work_are_counted_while_they_run(recorder, eventually) -> None:
+    asked = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 300, "ignore_eos": True}
+    with recorder.streaming("/v1/chat/completions", **asked) as chunks:
+        next(chunks)
+        status = recorder.status()
+        assert status["in_flight"] == status["engines"][0]["in_flight"] == 1
+        assert len(list(chunks)) > 10
+    eventually(lambda: recorder.status()["in_flight"] == 0)
+
+
+def test_it_is_alive_while_64_requests_run(recorder) -> None:
+    with ThreadPoolExecutor(64) as threads:
+        running = [threads.submit(recorder.chat, "1+1=", max_tokens=100, ignore_eos=True) for _ in range(64)]
+        while not all(request.done() for request in running):
+            assert recorder.get("/healthz", timeout=5).status_code == 200
+        assert {request.result().status_code for request in running} == {200}
+
+
+def test_metrics_count_answers_by_route_and_never_by_path(recorder) -> None:
+    recorder.chat("1+1=")
+    recorder.get("/reef/receipts/rcp_nothing_here")
+    recorder.get("/a/path/nobody/has")
+    text = recorder.get("/metrics").text
+    assert 'reef_http_requests_total{route="/v1/chat/completions",status="200"}' in text
+    assert 'reef_http_requests_total{route="/reef/receipts/{receipt_id}",status="404"}' in text
+    assert 'reef_http_requests_total{route="unknown",status="404"}' in text
+    assert "nobody" not in text
+    assert "rcp_nothing_here" not in text
+    receipts = next(line for line in text.splitlines() if line.startswith("reef_receipts_total"))
+    assert float(receipts.split()[1]) > 0
+
+
+@pytest.mark.parametrize(
+    "route", ["/", "/v1", "/v1/chat", "/v1/chat/completions/", "/reef/nothing", "/docs", "/%2e%2e/etc/passwd"]
+)
+def test_an_unknown_route_is_404_in_the_one_shape(recorder, is_error, route) -> None:
+    response = recorder.client.post(recorder.url + route, json={}, follow_redirects=True)
+    if response.status_code != 422 and route != "/v1/chat/completions/":
+        is_error(response, 404, type="not_found_error", code="not_found", says="POST")
+
+
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [
+        ("GET", "/v1/chat/completions"),
+        ("DELETE", "/v1/models"),
+        ("PUT", "/reef/report"),
+        ("POST", "/healthz"),
+        ("PATCH", "/reef/scenarios"),
+    ],
+)
+def test_a_method_that_a_route_does_not_have_is_405_in_the_one_shape(recorder, is_error, method, route) -> None:
+    response = recorder.client.request(method, recorder.url + route)
+    is_error(response, 405, type="invalid_request_error", code="method_not_allowed", says=f"{method} {route}")
+
+
+def test_every_answer_has_a_request_id(recorder) -> None:
+    for response in (recorder.get("/healthz"), recorder.get("/nothing"), recorder.chat("1+1=", max_tokens=0)):
+        assert response.headers["x-request-id"]
+    assert recorder.get("/healthz", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reef(recorder, capsys):
+    """`reef("status")`: the exit status and what was printed, asked of the recorder by its run directory."""
+
+    def run(*words):
+        status = main([*words, "--reef.run-dir", str(recorder.run_dir)])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return run
+
+
+def test_reef_status_shows_the_engine_and_its_release(reef, recorder) -> None:
+    recorder.chat("1+1=")
+    status, text = reef("status")
+    release = recorder.status()["engines"][0]["release_id"]
+    assert status == 0
+    assert "ready     True" in text
+    assert f"engine    ready, serves {release}" in text
+    assert json.loads(reef("status", "--json")[1])["ready"] is True
+
+
+def test_reef_releases_shows_the_chain(reef, recorder) -> None:
+    recorder.chat("1+1=")
+    release = recorder.status()["engines"][0]["release_id"]
+    status, text = reef("releases")
+    assert status == 0
+    assert f"* {release}" in text
+    assert "base" in text
+    first = recorder.status()["scenario"]["name"]
+    assert json.loads(reef("releases", first, "--json")[1])["releases"][0]["release_id"] == release
+    status, text = reef("releases", "no such/scenario")
+    assert status == 1
+    assert "no scenario no such/scenario" in text
+
+
+def test_reef_why_tells_the_story_of_a_receipt_and_of_a_report(reef, recorder, scenario) -> None:
+    receipt = recorder.chat("1+1=", headers={"x-reef-scenario": scenario}).headers["x-reef-agent-record-id"]
+    status, text = reef("why", receipt)
+    assert status == 0
+    assert f"receipt {receipt}: " in text
+    assert "exact" in text
+    assert "no report references it" in text
+    report = f"job/{scenario} 1?x=%41"
+    recorder.post("/reef/report", {"agent_record_id": report, "references": [receipt], "score": 1})
+    for asked in (receipt, report):
+        status, text = reef("why", asked)
+        assert status == 0
+        assert f"report {report}: score 1.0, recorded: not_training" in text
+    assert json.loads(reef("why", report, "--json")[1])["reports"][0]["references"] == [receipt]
+    status, text = reef("why", "nothing")
+    assert status == 1
+    assert "nothing" in text
+
+
+def test_the_commands_say_where_no_service_answers(capsys, tmp_path) -> None:
+    assert main(["status", "--reef.run-dir", str(tmp_path)]) == 1
+    assert f"no service has run in {tmp_path}" in capsys.readouterr().err
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "no service answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+# --- from start to end ------------------------------------------------------------------------------------------------
+
+
+def test_a_service_that_cannot_begin_says_why_and_touches_nothing(recorder, tmp_path) -> None:
+    port = recorder.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "reef", "serve", "--training.backend", "none"]
+    taken = subprocess.Popen(
+        [*command, "--reef.port", port, "--reef.run-dir", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
+    )
+    owned = subprocess.Popen(
+        [*command, "--reef.port", "0", "--reef.run-dir", str(recorder.run_dir)], stderr=subprocess.PIPE, text=True
+    )
+    for process, says in (
+        (taken, f"cannot listen on 127.0.0.1:{port}"),
+        (owned, f'is in use by {{"pid": {recorder.pid}'),
+    ):
+        _, error = process.communicate(timeout=60)
+        assert process.returncode in (1, 2)
+        assert says in error
+        assert "Traceback" not in error
+    assert recorder.chat("1+1=").status_code == 200
+
+
+def test_an_engine_killed_under_the_service_is_replaced_and_requests_wait_for_it(make_service, eventually) -> None:
+    service = make_service("--training.backend", "none").start()
+    before = service.chat("1+1=", temperature=0, return_token_ids=True).json()["choices"][0]
+    engine = service.status()["engines"][0]["pid"]
+    os.kill(engine, signal.SIGKILL)
+    eventually(
+        lambda: service.status()["engines"][0]["state"] != "ready" or service.status()["engines"][0]["pid"] != engine
+    )
+    assert service.get("/healthz").status_code == 200
+    after = service.chat("1+1=", temperature=0, return_token_ids=True)
+    assert after.status_code == 200, after.text
+    assert after.json()["choices"][0]["token_ids"] == before["token_ids"]
+    assert service.status()["engines"][0]["pid"] != engine
+    # kill -9 of the service: its engine ends too, and the next start finds everything that was acknowledged.
+    left = service.processes()
+    service.kill_9()
+    assert psutil.wait_procs(left, timeout=20)[1] == []
+    service.start()
+    assert service.receipt(before["reef_agent_record_id"])["token_ids"] == before["token_ids"]
+    assert service.stop() == 0
