@@ -21,6 +21,7 @@ SCENARIO_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None, "~": None}
 _ENGINE_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
+_TOKEN = re.compile(r"[!-~]+")
 _PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 
 
@@ -57,6 +58,8 @@ class ReefSection(Section):
     def _loopback_or_token(self) -> "ReefSection":
         if self.token is not None and not self.token.get_secret_value():
             raise ValueError("reef.token is empty: give a token, or leave the key out")
+        if self.token is not None and not _TOKEN.fullmatch(self.token.get_secret_value()):
+            raise ValueError("reef.token: expected visible ASCII characters (it travels in an HTTP header)")
         if self.host not in ("127.0.0.1", "localhost", "::1") and self.token is None:
             raise ValueError(f"reef.host {self.host} is not loopback: set reef.token, or listen on 127.0.0.1")
         return self

@@ -7,13 +7,14 @@ repeats the original step whatever serve.yaml says by then. Shape letters: T tok
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reef.config import GrpoConfig
 from reef.errors import ConfigError
 from reef.types import Candidate, Floats, Sample, Selection
+
+if TYPE_CHECKING:  # the service selects batches and needs no torch for that
+    import torch
 
 
 class Method(Protocol):
@@ -40,8 +41,8 @@ class Method(Protocol):
         """
 
     def token_loss(
-        self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, logprobs: "torch.Tensor", old_logprobs: "torch.Tensor", advantages: "torch.Tensor", mask: "torch.Tensor"
+    ) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:
         """The loss of each token, to be minimised, and values to average over the step's trained tokens.
 
         Args:

@@ -15,14 +15,17 @@ How a batch comes about (`Grpo.select`):
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from reef.config import GrpoConfig
 from reef.methods.advantages import group_advantages, tied
-from reef.methods.losses import ppo_clip, token_weights
+from reef.methods.weights import token_weights
 from reef.types import Candidate, Drop, Floats, Pick, Sample, Selection
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,10 @@ class Grpo:
         return token_weights(samples, self.config.aggregation)
 
     def token_loss(
-        self, logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, logprobs: "torch.Tensor", old_logprobs: "torch.Tensor", advantages: "torch.Tensor", mask: "torch.Tensor"
+    ) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:
+        from reef.methods.losses import ppo_clip  # here: who only selects has no need of torch
+
         return ppo_clip(
             logprobs, old_logprobs, advantages, mask, clip_low=self.config.clip_low, clip_high=self.config.clip_high
         )

@@ -71,5 +71,5 @@ class Door:
         given = key if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not given:
             raise UnauthorizedError("a key is needed: Authorization: Bearer KEY", code="missing_api_key")
-        if self._token is None or not secrets.compare_digest(given.encode("latin-1"), self._token):
+        if self._token is None or not secrets.compare_digest(given.encode(), self._token):
             raise UnauthorizedError("the key is not the configured one")

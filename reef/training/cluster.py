@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from reef.config import Config
-from reef.errors import ReefError, WorkersLostError
+from reef.errors import ConfigError, ReefError, WorkersLostError
 from reef.training.actor import WorkerActor, WorkerSpec
 from reef.training.architecture import check_layout, read_architecture
 from reef.training.reaper import Reaper, descendants
@@ -71,7 +71,7 @@ class Trainer:
         """Start (or join) Ray and the workers, with the base model's weights.
 
         Raises:
-            ConfigError: the model's files are not what config.json says.
+            ConfigError: the model's files are not what config.json says, or RAY_ADDRESS leads nowhere.
             WorkersLostError: they were not ready within `training.ready-timeout`.
         """
         connected: Future[None] = Future()
@@ -156,8 +156,11 @@ class Trainer:
 
     def _connect(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of what is meant here, e.g. of this thread
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(log_to_driver=False, configure_logging=False)
+        if address := os.environ.get("RAY_ADDRESS"):
+            try:
+                ray.init(address=address, log_to_driver=False, configure_logging=False)
+            except ConnectionError as error:
+                raise ConfigError(f"RAY_ADDRESS is {address}, but no Ray cluster answers there: {error}") from None
             return
         # Else Ray keeps a token for its own use in the user's home.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from reef.methods.losses import ppo_clip, token_weights
+from reef.methods.losses import ppo_clip
+from reef.methods.weights import token_weights
 from reef.types import Sample
-
-E4 = float(np.exp(4))
 
 
 def make_sample(

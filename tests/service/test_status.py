@@ -70,12 +70,10 @@ def test_metrics_count_answers_by_route_and_never_by_path(recorder) -> None:
 
 
 @pytest.mark.parametrize(
-    "route", ["/", "/v1", "/v1/chat", "/v1/chat/completions/", "/reef/nothing", "/docs", "/%2e%2e/etc/passwd"]
+    "route", ["/", "/v1", "/v1/chat", "/v1/chat/completions/more", "/reef/nothing", "/docs", "/%2e%2e/etc/passwd"]
 )
 def test_an_unknown_route_is_404_in_the_one_shape(recorder, is_error, route) -> None:
-    response = recorder.client.post(recorder.url + route, json={}, follow_redirects=True)
-    if response.status_code != 422 and route != "/v1/chat/completions/":
-        is_error(response, 404, type="not_found_error", code="not_found", says="POST")
+    is_error(recorder.post(route, {}), 404, type="not_found_error", code="not_found", says="POST")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +131,9 @@ def test_reef_releases_shows_the_chain(reef, recorder) -> None:
     assert "base" in text
     first = recorder.status()["scenario"]["name"]
     assert json.loads(reef("releases", first, "--json")[1])["releases"][0]["release_id"] == release
-    status, text = reef("releases", "no such/scenario")
+    status, text = reef("releases", "no such")
     assert status == 1
-    assert "no scenario no such/scenario" in text
+    assert "no scenario no such" in text
 
 
 def test_reef_why_tells_the_story_of_a_receipt_and_of_a_report(reef, recorder, scenario) -> None:
@@ -178,7 +176,7 @@ def test_a_service_that_cannot_begin_says_why_and_touches_nothing(recorder, tmp_
     )
     for process, says in (
         (taken, f"cannot listen on 127.0.0.1:{port}"),
-        (owned, f'is in use by {{"pid": {recorder.pid}'),
+        (owned, f"is in use by process {recorder.pid}"),
     ):
         _, error = process.communicate(timeout=60)
         assert process.returncode in (1, 2)
@@ -187,6 +185,7 @@ def test_a_service_that_cannot_begin_says_why_and_touches_nothing(recorder, tmp_
     assert recorder.chat("1+1=").status_code == 200
 
 
+@pytest.mark.slow
 def test_an_engine_killed_under_the_service_is_replaced_and_requests_wait_for_it(make_service, eventually) -> None:
     service = make_service("--training.backend", "none").start()
     before = service.chat("1+1=", temperature=0, return_token_ids=True).json()["choices"][0]

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +36,8 @@ if __name__ == "__main__":
     print("ready", flush=True)
     if sys.argv[3] == "wait":
         time.sleep(600)
+    if sys.argv[3] == "stop":
+        trainer.stop()
 """
 
 
@@ -168,6 +172,46 @@ def test_a_driver_that_ends_leaves_no_process_and_no_directory(
     assert len(started) >= 1
     assert ended([p.pid for p in started], within_s=15)
     assert not any(Path(line[3]).exists() for line in shells)
+
+
+def test_a_cluster_of_others_is_joined_and_left_running(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = os.environ | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+    arguments = [sys.executable, "-c", DRIVER, str(make_model()), str(tmp_path), "stop"]
+    nowhere = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60)
+    assert f"RAY_ADDRESS is {address}, but no Ray cluster answers there" in nowhere.stderr
+
+    start = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--include-dashboard=false"]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        where = ["--node-ip-address=127.0.0.1", f"--port={address.split(':')[1]}", f"--temp-dir={directory}"]
+        without_address = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
+        head = subprocess.Popen([*start, *where, "--num-cpus=1"], env=without_address, stdout=subprocess.DEVNULL)
+        try:
+            wait_for_port(address)
+            joined = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=90)
+            assert (joined.returncode, joined.stdout) == (0, "ready\n"), joined.stderr
+            assert head.poll() is None
+            assert not [p for p in psutil.Process(head.pid).children(recursive=True) if "WorkerActor" in p.name()]
+        finally:
+            started = psutil.Process(head.pid).children(recursive=True)
+            head.terminate()
+            head.wait(30)
+    assert ended([p.pid for p in started], within_s=15)
+
+
+def wait_for_port(address: str) -> None:
+    host, port = address.split(":")
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection((host, int(port)), 1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def ended(pids: list[int], within_s: float) -> bool:
