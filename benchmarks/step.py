@@ -21,7 +21,8 @@ import transformers
 from reef.config import Config
 from reef.methods.base import build
 from reef.training.actor import WorkerSpec
-from reef.training.packing import collate, split
+from reef.training.packing import split
+from reef.training.padding import collate
 from reef.training.settings import settings
 from reef.types import Batch, Sample
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -38,7 +39,8 @@ from reef.training.settings import settings
 from reef.types import Batch, Floats, Ids, Probe, Published, StepResult
 
 OBJECT_STORE_BYTES = 128 * 2**20  # holds batches; weights travel over the disk
-LONGEST_TEMP_DIR = 40  # bytes; Ray makes sockets 60 below it, and their paths may have 107
+KNOCK_TIMEOUT_S = 5
+LONGEST_TEMP_DIR = 20  # bytes; Ray's sockets lie 82 below it, and their paths may have 107
 
 
 class Trainer:
@@ -112,7 +114,11 @@ class Trainer:
         return result
 
     def publish(self, release_id: str, directory: Path) -> Published:
-        """Write the current weights to `directory`/`release_id`, complete or not at all, with the probe's answer."""
+        """Write the current weights to `directory`/`release_id`, complete or not at all, with the probe's answer.
+
+        Raises:
+            UnavailableError: the disk refused; the workers are as before.
+        """
         published: Published = self._first("publish", release_id, directory.absolute())
         return published
 
@@ -127,7 +133,11 @@ class Trainer:
         return found
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint; complete once this returns."""
+        """Write a checkpoint; complete once this returns.
+
+        Raises:
+            UnavailableError: the disk refused; the workers are as before.
+        """
         self._call("save", directory.absolute())
 
     def restore(self, directory: Path) -> int:
@@ -158,8 +168,9 @@ class Trainer:
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of what is meant here, e.g. of this thread
         if address := os.environ.get("RAY_ADDRESS"):
             try:
+                _knock(address)
                 ray.init(address=address, log_to_driver=False, configure_logging=False)
-            except ConnectionError as error:
+            except OSError as error:  # Ray's ConnectionError is one too
                 raise ConfigError(f"RAY_ADDRESS is {address}, but no Ray cluster answers there: {error}") from None
             return
         # Else Ray keeps a token for its own use in the user's home.
@@ -177,7 +188,7 @@ class Trainer:
             configure_logging=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
-            _temp_dir=str(self._temp_dir),
+            _temp_dir=str(self._temp_dir / "ray"),  # Ray opens it to all users, but not the one above
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
         self._reaper = Reaper(self._temp_dir, set(descendants()).difference(others))
@@ -281,3 +292,10 @@ class Trainer:
     def _lost(self, what: str) -> WorkersLostError:
         self._end_workers()
         return WorkersLostError(f"{what}; the workers were ended; their logs: {self._config.logs_dir}/trainer-*.log")
+
+
+def _knock(address: str) -> None:
+    """Fail at once where nothing listens: Ray itself takes minutes to give up. Other forms than host:port pass."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), KNOCK_TIMEOUT_S).close()

@@ -2,7 +2,26 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from reef.errors import UnavailableError
+
+
+@contextmanager
+def storing(target: Path) -> Iterator[None]:
+    """What the disk refuses (full, read-only, gone) may be tried again, with the state that was to be stored.
+
+    Raises:
+        UnavailableError: it did refuse.
+    """
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise UnavailableError(f"cannot write {target}: {error}", retry_after_s=1) from error
 
 
 def write(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from reef.methods.base import Method
 from reef.training import device
 from reef.training.megatron import Policy
-from reef.training.packing import Microbatch
+from reef.training.padding import Microbatch
 from reef.types import Floats
 
 Loss = Callable[[Microbatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]

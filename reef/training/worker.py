@@ -12,10 +12,11 @@ from reef.config import Layout, OptimizerOptions
 from reef.errors import ReefError
 from reef.methods.base import Method
 from reef.methods.base import build as build_method
-from reef.training import checkpoint, convert, device, megatron
+from reef.training import checkpoint, convert, device, durable, megatron
 from reef.training.actor import WorkerSpec
 from reef.training.architecture import check_layout, read_architecture
-from reef.training.packing import Microbatch, collate, collate_ids, split
+from reef.training.packing import split
+from reef.training.padding import Microbatch, collate, collate_ids
 from reef.training.passes import score_pass, train_pass
 from reef.training.publish import gather, publish
 from reef.training.weights import open_weights
@@ -129,12 +130,17 @@ class MegatronWorker:
         return None if found is None else Probe(tuple(self._probe_ids.tolist()), tuple(found[0].tolist()))
 
     def publish(self, release_id: str, directory: Path) -> Published | None:
-        """Write the current weights as `directory`/`release_id`; the answer is rank 0's, others return None."""
+        """Write the current weights as `directory`/`release_id`; the answer is rank 0's, others return None.
+
+        Raises:
+            UnavailableError: the disk refused; nothing has moved, try again.
+        """
         probe = self._probe_for_rank_0()
         tensors = gather(self._policy)
         if tensors is None or probe is None:
             return None
-        return publish(tensors, self._weights, probe, release_id, directory)
+        with durable.storing(directory / release_id):
+            return publish(tensors, self._weights, probe, release_id, directory)
 
     def _probe_for_rank_0(self) -> Probe | None:
         probe = self.probe()
@@ -145,8 +151,13 @@ class MegatronWorker:
         return next(candidate for candidate in found if candidate is not None)
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint."""
-        checkpoint.save(directory, self._policy, self._steps_done)
+        """Write a checkpoint.
+
+        Raises:
+            UnavailableError: the disk refused; nothing has moved, try again.
+        """
+        with durable.storing(directory):
+            checkpoint.save(directory, self._policy, self._steps_done)
 
     def restore(self, directory: Path) -> int:
         """Go back to a checkpoint; return the optimizer steps done by then.

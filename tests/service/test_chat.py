@@ -527,6 +527,22 @@ def test_an_engine_answer_that_cannot_be_a_record_is_502_and_leaves_no_receipt(
     assert stored(attached_recorder, count) == before
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_token_frees_the_engine(
+    attached_recorder, broken_engine, stored, eventually, stream
+) -> None:
+    broken_engine.answers["/generate"] = broken_engine.never
+    broken_engine.cancelled.clear()
+    count = "SELECT count(*) FROM receipts"
+    before = stored(attached_recorder, count)
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.3) as impatient:
+        impatient.post(attached_recorder.url + CHAT, json={"messages": messages("1"), "stream": stream})
+    assert broken_engine.cancelled.wait(10)
+    eventually(lambda: attached_recorder.status()["in_flight"] == 0)
+    assert attached_recorder.status()["engines"][0]["in_flight"] == 0
+    assert stored(attached_recorder, count) == before  # nothing was sampled
+
+
 def test_an_engine_that_fails_in_the_middle_of_a_stream_ends_it_with_an_error_event_and_no_receipt(
     attached_recorder, broken_engine
 ) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
 from reef.cli import main
+from reef.config import load
+from reef.errors import ConfigError, LedgerError
+from reef.service.run import serve
 
 
 def test_it_is_alive_and_ready(recorder) -> None:
@@ -165,23 +168,33 @@ def test_the_commands_say_where_no_service_answers(capsys, tmp_path) -> None:
 # --- from start to end ------------------------------------------------------------------------------------------------
 
 
-def test_a_service_that_cannot_begin_says_why_and_touches_nothing(recorder, tmp_path) -> None:
+@pytest.fixture
+def serve_here():
+    """`serve_here("--reef.port", ...)` in this process, with its logging undone: for services that cannot begin."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def run(*settings):
+        config = load(None, ["--training.backend", "none", *settings], environ={})
+        return asyncio.run(serve(config, lambda text: None))
+
+    yield run
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_port_that_is_taken_is_named_and_the_service_on_it_goes_on(recorder, serve_here, tmp_path) -> None:
     port = recorder.url.rsplit(":", 1)[1]
-    command = [sys.executable, "-m", "reef", "serve", "--training.backend", "none"]
-    taken = subprocess.Popen(
-        [*command, "--reef.port", port, "--reef.run-dir", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
-    )
-    owned = subprocess.Popen(
-        [*command, "--reef.port", "0", "--reef.run-dir", str(recorder.run_dir)], stderr=subprocess.PIPE, text=True
-    )
-    for process, says in (
-        (taken, f"cannot listen on 127.0.0.1:{port}"),
-        (owned, f"is in use by process {recorder.pid}"),
-    ):
-        _, error = process.communicate(timeout=60)
-        assert process.returncode in (1, 2)
-        assert says in error
-        assert "Traceback" not in error
+    with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*\(reef\.host, reef\.port\)"):
+        serve_here("--reef.port", port, "--reef.run-dir", str(tmp_path / "run"))
+    assert recorder.chat("1+1=").status_code == 200
+
+
+def test_a_run_directory_has_one_owner_who_is_named_to_the_second(recorder, serve_here) -> None:
+    with pytest.raises(LedgerError, match=f"is in use by process {recorder.pid}"):
+        serve_here("--reef.port", "0", "--reef.run-dir", str(recorder.run_dir))
     assert recorder.chat("1+1=").status_code == 200
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reef.errors import LoadFailedError
+from reef.errors import LoadFailedError, UnavailableError
 from reef.training import checkpoint
 from reef.training.worker import MegatronWorker
 from reef.types import Batch
@@ -68,3 +68,19 @@ def test_a_save_is_quick_and_starts_no_process(worker: MegatronWorker, tmp_path:
     assert time.perf_counter() - started < 2.0  # 0.1 s on a quiet machine
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
     assert threading.active_count() == threads
+
+
+def test_a_disk_that_refuses_leaves_the_worker_as_it_was(worker: MegatronWorker, tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    before = worker.probe()
+    with pytest.raises(UnavailableError, match="a file"):
+        worker.publish("r1", blocked)
+    with pytest.raises(UnavailableError, match="a file"):
+        worker.save(blocked / "r1")
+    assert worker.probe() == before
+    blocked.unlink()
+    worker.save(blocked / "r1")
+    published = worker.publish("r1", blocked / "weights")
+    assert published is not None
+    assert published.probe == before

@@ -147,6 +147,11 @@ def test_nothing_listens_beyond_loopback(trainer: Trainer) -> None:
     assert {c.laddr.ip.removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
 
 
+def test_other_users_cannot_reach_the_cluster_files(trainer: Trainer) -> None:
+    assert trainer._temp_dir is not None
+    assert trainer._temp_dir.stat().st_mode & 0o077 == 0
+
+
 def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(config: Config, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model at"):
         Trainer(config, tmp_path)

@@ -1,7 +1,8 @@
 import numpy as np
 import torch
 
-from reef.training.packing import collate, split
+from reef.training.packing import split
+from reef.training.padding import collate
 from reef.types import Sample
 
 
