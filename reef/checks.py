@@ -1,5 +1,6 @@
 """What can be known before anything starts: is the configuration usable here, and what does this machine have?"""
 
+import argparse
 import difflib
 import importlib.metadata
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 
 from reef.config import Config
+from reef.engines.host import flags
 from reef.errors import ConfigError
 
 # Arguments of the engine's server that Reef sets, and the setting that decides each.
@@ -72,10 +74,11 @@ def dry_run(config: Config) -> list[str]:
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that the server does not have, or that Reef sets itself."""
+    """Raises ConfigError for an option that the server does not have or refuses, or that Reef sets itself."""
     from reef.engines.embedded.__main__ import arguments
 
-    known = {option[2:] for action in arguments()._actions for option in action.option_strings if option[:2] == "--"}
+    parser = arguments()
+    known = {option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--"}
     known -= {"help", *MANAGED}
     for name in options:
         name = name.replace("_", "-")
@@ -85,6 +88,11 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean inference.options.{near[0]}?" if near else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown key inference.options.{name}; {hint}")
+    parser.exit_on_error = False
+    try:
+        parser.parse_args(["--model-path", ".", *flags(options)])
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"inference.options: {error}") from None
 
 
 def machine() -> list[str]:

@@ -81,12 +81,7 @@ class EngineHost:
         command += ["--parent-pid", str(os.getpid())]
         if self._context_length is not None:
             command += ["--context-length", str(self._context_length)]
-        for name, value in self._options.items():
-            flag = f"--{name.replace('_', '-')}"
-            if isinstance(value, bool):
-                command += [flag] if value else []
-            else:
-                command += [flag, str(value)]
+        command += flags(self._options)
         return command
 
     def _read_port(self) -> str:
@@ -98,3 +93,15 @@ class EngineHost:
     def _log_tail(self, num_lines: int = 15) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-num_lines:]) or "(its log is empty)"
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Command line arguments of a server's options: true is a bare flag, false none."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        else:
+            words += [flag, str(value)]
+    return words

@@ -35,8 +35,10 @@ def reserve(
     """Store a batch with its exact order, before anything trains on it. `split` maps lengths to microbatches.
 
     Raises:
-        ConflictError: a picked report is no longer pending.
+        ConflictError: a batch is reserved already, or a picked report is no longer pending.
     """
+    if (other := reserved(connection, scenario)) is not None:
+        raise ConflictError(f"batch {other} of {scenario} is reserved already")
     report_rows.drop(connection, selection.drops, now)
     number = connection.scalar(select(func.max(batches.c.number)).where(batches.c.scenario == scenario)) or 0
     connection.execute(

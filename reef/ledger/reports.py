@@ -322,6 +322,8 @@ def _waiting(connection: Connection, row: Row[Any], group_size: int) -> tuple[st
         reports.c.group_key == row.group_key,
     )
     members = int(connection.scalar(query) or 0)
-    if members >= group_size:
+    before = int(connection.scalar(query.where(reports.c.seq < row.seq)) or 0)
+    in_its_group = min(members - before // group_size * group_size, group_size)
+    if in_its_group == group_size:
         return ReportState.PENDING.value, None
-    return ReportState.WAITING.value, f"group {members} of {group_size}"
+    return ReportState.WAITING.value, f"group {in_its_group} of {group_size}"

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData()
@@ -106,6 +107,7 @@ report_receipts = Table(
     Column("report_id", ForeignKey("reports.id"), primary_key=True),
     Column("position", Integer, primary_key=True),
     Column("receipt_id", ForeignKey("receipts.id"), nullable=False, index=True),
+    UniqueConstraint("report_id", "receipt_id"),
 )
 
 batches = Table(
@@ -124,7 +126,13 @@ batches = Table(
     Column("created_at", Float, nullable=False),
     Column("updated_at", Float, nullable=False),
     UniqueConstraint("scenario", "number"),
-    Index("batches_state", "scenario", "state"),
+    Index(
+        "batches_reserved",  # at most one a scenario
+        "scenario",
+        unique=True,
+        sqlite_where=text("state = 'reserved'"),
+        postgresql_where=text("state = 'reserved'"),
+    ),
 )
 
 batch_samples = Table(

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reef.errors import ReefError, UnauthorizedError
 from reef.service import openai, reports, scenarios, status
-from reef.service.errors import on_any_error, on_http_error, on_reef_error, to_response
+from reef.service.errors import fault, on_http_error, on_reef_error, to_response
 from reef.service.house import House
 
 OPEN_ROUTES = ("/healthz", "/readyz")  # no key asked: a supervisor has none
@@ -23,7 +23,6 @@ def create_app(house: House) -> FastAPI:
     app.state.house = house
     app.add_exception_handler(ReefError, on_reef_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_any_error)
     for module in (openai, reports, scenarios, status):
         app.include_router(module.router)
     app.add_middleware(Door, house=house)
@@ -31,7 +30,7 @@ def create_app(house: House) -> FastAPI:
 
 
 class Door:
-    """Key, request id, metrics. Plain ASGI, so that a stream passes through untouched."""
+    """Key, request id, metrics, and what nobody expected. Plain ASGI, so that a stream passes through untouched."""
 
     def __init__(self, app: ASGIApp, house: House) -> None:
         token = house.config.reef.token
@@ -46,7 +45,7 @@ class Door:
         started = time.perf_counter()
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id") or uuid.uuid4().hex
-        status = 500
+        status: int | None = None  # until an answer has begun
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -61,9 +60,13 @@ class Door:
             await self._app(scope, receive, send_with_id)
         except UnauthorizedError as error:
             await to_response(error)(scope, receive, send_with_id)
+        except Exception as error:
+            if status is not None:
+                raise
+            await fault(scope, error)(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
-            self._metrics.requests.labels(route, str(status)).inc()
+            self._metrics.requests.labels(route, str(status or 500)).inc()
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - started)
 
     def _check_key(self, headers: Headers) -> None:

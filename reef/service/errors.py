@@ -6,6 +6,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Scope
 
 from reef.errors import ReefError
 from reef.observe import log
@@ -33,10 +34,12 @@ async def on_http_error(http: HttpRequest, error: Exception) -> Response:
     made = ReefError(f"{http.method} {http.url.path}: {error.detail}", code=str(error.detail).lower().replace(" ", "_"))
     made.status = error.status_code
     made.type = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return to_response(made)
+    response = to_response(made)
+    response.headers.update(error.headers or {})  # Allow, where the method is the wrong one
+    return response
 
 
-async def on_any_error(http: HttpRequest, error: Exception) -> Response:
+def fault(scope: Scope, error: Exception) -> Response:
     """A fault of ours. What happened goes to the log, not to the client."""
-    log.error("%s %s failed", http.method, http.url.path, exc_info=error)
+    log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
     return to_response(ReefError("the service failed; its log says why"))

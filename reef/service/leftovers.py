@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,9 +20,13 @@ def record(run_dir: Path, pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             entries.append({"pid": pid, "started_at": psutil.Process(pid).create_time()})
-    path = run_dir / _FILE
+    write_json(run_dir / _FILE, entries)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a small file that others read at any moment: they see the old one or the new one."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(entries))
+    temporary.write_text(json.dumps(value))
     temporary.replace(path)
 
 

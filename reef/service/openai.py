@@ -140,7 +140,6 @@ class Text(Chat):
             "tokens": [self._template.token_text(token) for token in ids],
             "token_logprobs": [finite(value) for value in values],
             "top_logprobs": [{self._template.token_text(other): finite(lp) for lp, other in top} for top in tops],
-            "text_offset": [],
         }
 
 

@@ -6,7 +6,6 @@ stop: no new requests -> dispatcher ends its step -> trainer -> engine -> ledger
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -92,7 +91,7 @@ class _Run:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._announce(f"listening on {url}, logs in {self._config.logs_dir}")
         starting = asyncio.create_task(self._start(), name="start")
-        (self._config.reef.run_dir / "service.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        leftovers.write_json(self._config.reef.run_dir / "service.json", {"url": url, "pid": os.getpid()})
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
         try:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

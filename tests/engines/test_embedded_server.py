@@ -132,8 +132,9 @@ def test_a_client_that_goes_away_frees_its_row_even_while_paused(small, stream) 
         request = client.build_request("POST", small.url + "/generate", json=body)
         if stream:
             response = client.send(request, stream=True)
-            small.post("/pause_generation", mode="in_place")
             until(1)
+            small.post("/pause_generation", mode="in_place")
+            assert running() == 1
             response.close()
         else:
             with socket.create_connection(("127.0.0.1", int(small.url.rsplit(":", 1)[1]))) as raw:

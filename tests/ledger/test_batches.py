@@ -100,7 +100,7 @@ def test_a_continued_turn_trains_on_its_whole_history(book: Any) -> None:
 
 def test_picks_that_are_no_longer_pending_are_refused_and_nothing_changes(book: Any) -> None:
     a, b, c, d = book.graded(4)
-    book.reserve([a])
+    book.train(1, [a])
     before = book.dump()
     for picks in ([b, a], [b, b]):
         selection = Selection(picks=tuple(Pick(name, "g") for name in picks), drops=(Drop(c, "stale"),))
@@ -112,6 +112,17 @@ def test_picks_that_are_no_longer_pending_are_refused_and_nothing_changes(book: 
         with pytest.raises(ConflictError):
             book.reserve([b, name], id="b2")
     assert book.state(d) == ("pending", None)
+
+
+def test_a_second_batch_waits_until_the_first_is_committed(book: Any) -> None:
+    a, b = book.graded(2)
+    first = book.reserve([a])
+    before = book.dump()
+    with pytest.raises(ConflictError, match=f"batch {first.id} of arithmetic is reserved already"):
+        book.reserve([b], id="b2")
+    assert book.dump() == before
+    book.write(batches.commit, first.id, book.release(1, batch_id=first.id), 9.0)
+    assert book.reserve([b], id="b2").number == 2
 
 
 def test_what_a_selection_drops_is_dropped_with_the_reservation(book: Any) -> None:

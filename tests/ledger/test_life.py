@@ -164,7 +164,7 @@ class Life:
 
 @contextmanager
 def copy_of(book: Any) -> Iterator[Any]:
-    directory = Path(tempfile.mkdtemp(dir=MEMORY if MEMORY.is_dir() else None))
+    directory = Path(tempfile.mkdtemp(prefix="reef-ledger-", dir=MEMORY if MEMORY.is_dir() else None))
     shutil.copy(book.path, directory / "ledger.db")
     copied = type(book)(directory)
     try:
