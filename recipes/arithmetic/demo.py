@@ -149,10 +149,12 @@ def table(chain: Sequence[Release]) -> str:
 
 
 def share(evaluation: Evaluation) -> str:
-    """Accuracy with its interval, as text."""
+    """Accuracy with its interval, as text; and what could not be graded, if anything."""
+    failed = [answer.error for answer in evaluation.answers if answer.error]
+    note = f"; {len(failed)} not graded, the first: {failed[0]}" if failed else ""
     return (
         f"{evaluation.accuracy:.3f}  (95% interval {evaluation.low:.3f} to {evaluation.high:.3f}, "
-        f"{evaluation.graded} problems)"
+        f"{evaluation.graded} problems){note}"
     )
 
 

@@ -34,6 +34,9 @@ from reef.types import Operation, Published, Release
 if TYPE_CHECKING:
     from reef.dispatcher import Dispatcher
 
+# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): the one to close it must be the one that uses it,
+# else a request is lost on a connection that the service was just closing.
+KEEP_ALIVE_S = 75
 GRACE_S = 10  # that requests in work may take once the service stops
 Announce = Callable[[str], None]
 
@@ -79,6 +82,7 @@ class _Run:
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=GRACE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 backlog=4096,
             )
         )

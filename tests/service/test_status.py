@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import logging
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -196,6 +199,15 @@ def test_a_run_directory_has_one_owner_who_is_named_to_the_second(recorder, serv
     with pytest.raises(LedgerError, match=f"is in use by process {recorder.pid}"):
         serve_here("--reef.port", "0", "--reef.run-dir", str(recorder.run_dir))
     assert recorder.chat("1+1=").status_code == 200
+
+
+def test_a_connection_that_was_idle_longer_than_clients_keep_one_is_still_good(recorder) -> None:
+    idle_s = 6  # httpx drops its own after 5
+    with contextlib.closing(http.client.HTTPConnection(recorder.url.removeprefix("http://"), timeout=10)) as connection:
+        for pause_s in (idle_s, 0):
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().read()
+            time.sleep(pause_s)
 
 
 @pytest.mark.slow
