@@ -127,7 +127,7 @@ class Dispatcher:
         finally:
             self.phase = "stopped"
             if self._wandb is not None:
-                self._wandb.close()
+                await asyncio.to_thread(self._wandb.close)
 
     async def close(self) -> None:
         """After `run` ended: a checkpoint of the head, so that the next start replays nothing; then no more trainer."""
@@ -238,7 +238,7 @@ class Dispatcher:
         self._metrics.step_seconds.labels("step").observe(stepped - started)
         self._metrics.step_seconds.labels("publish").observe(published_at - stepped)
         self._metrics.step_seconds.labels("commit").observe(time.perf_counter() - published_at)
-        self._show(release)
+        await self._show(release)
         return release
 
     async def _load(self, release: Release) -> None:
@@ -313,10 +313,10 @@ class Dispatcher:
         if when is not None:
             asyncio.get_running_loop().call_later(max(0.0, when - time.time()), self._wake.set)
 
-    def _show(self, release: Release) -> None:
+    async def _show(self, release: Release) -> None:
         self.error = None
         for name, value in release.metrics.items():
             self._metrics.step_metrics.labels(name).set(value)
         if self._wandb is None:
-            self._wandb = WandbLog(self._config, release.scenario)
+            self._wandb = await asyncio.to_thread(WandbLog, self._config, release.scenario)
         self._wandb.write(release.step, release.metrics)

@@ -74,7 +74,10 @@ class WandbLog:
             import wandb
 
             directory.mkdir(parents=True, exist_ok=True)
-            self._run = wandb.init(project=settings.project, name=scenario, dir=str(directory), mode="offline")
+            quiet = wandb.Settings(silent=True, console="off")
+            self._run = wandb.init(
+                project=settings.project, name=scenario, dir=str(directory), mode="offline", settings=quiet
+            )
         except Exception as error:  # noqa: BLE001 - metrics never stop the loop
             log.warning("no Weights & Biases: %s", error)
 
@@ -88,5 +91,9 @@ class WandbLog:
             self._run = None
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish(quiet=True)
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:  # noqa: BLE001 - metrics never stop the loop
+            log.warning("Weights & Biases did not end well: %s", error)

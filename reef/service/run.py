@@ -34,8 +34,8 @@ from reef.types import Operation, Published, Release
 if TYPE_CHECKING:
     from reef.dispatcher import Dispatcher
 
-# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): the one to close it must be the one that uses it,
-# else a request is lost on a connection that the service was just closing.
+# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): the side that uses it must be the one to close
+# it, else a request is lost on a connection that the service was just closing.
 KEEP_ALIVE_S = 75
 GRACE_S = 10  # that requests in work may take once the service stops
 Announce = Callable[[str], None]

@@ -1,0 +1,126 @@
+"""Writes docs/performance.md from work/bench/*.json: each figure there was printed by a command here."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import RESULTS, ROOT
+
+PAGE = ROOT / "docs" / "performance.md"
+HEAD = """# Performance
+
+Written by `make bench` (about eight minutes, on an otherwise idle machine); do not edit. Every figure stands beside its
+reference from the same run. Machine: {machine}.
+"""
+
+
+def read(name: str) -> Any:
+    """A benchmark's result."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    cells = [list(head), ["---"] * len(head), *([str(cell) for cell in line] for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
+
+
+def demo() -> str:
+    seeds = read("demo")["seeds"]
+    lines = [
+        (
+            seed["seed"],
+            f"{seed['accuracy_before']:.3f} ({seed['interval_before'][0]:.3f}–{seed['interval_before'][1]:.3f})",
+            f"{seed['accuracy_after']:.3f} ({seed['interval_after'][0]:.3f}–{seed['interval_after'][1]:.3f})",
+            f"{seed['accuracy_after'] - seed['accuracy_before']:+.3f}",
+            seed["releases"],
+            seed["rollouts"],
+            f"{seed['wall_clock_s']:.0f}",
+        )
+        for seed in seeds
+    ]
+    head = ["Seed", "Before (95% interval)", "After (95% interval)", "Gain", "Releases", "Rollouts", "Seconds in all"]
+    return (
+        "\n## The demo\n\nHeld-out accuracy on 1,000 problems that training never draws, one answer each at\n"
+        "temperature 1. The headroom is a planted habit:\n"
+        "see [the starter's card](../recipes/arithmetic/starter/README.md).\n"
+        "Seconds are those of the whole command, start and evaluation included (`python -m benchmarks.demo`).\n\n"
+        + rows(head, lines)
+    )
+
+
+def loop() -> str:
+    found = read("loop")
+    seconds = found["seconds"]
+    memory = [(name, size) for name, size in found["rss_mib"].items()]
+    return (
+        "\n## The loop\n\n"
+        f"Median seconds of {found['releases']} releases of {found['samples_per_release']} samples, one batch at a\n"
+        "time (`python -m benchmarks.loop`). Client's side: sample, grade, report, train and load, whole; the rest is\n"
+        "the service's. The client shares the two cores.\n\n"
+        + rows(["Phase", "Seconds"], [(phase, f"{value:.4f}") for phase, value in seconds.items()])
+        + f"\n`/healthz` p99: {found['healthz_idle_p99_ms']} ms idle, {found['healthz_busy_p99_ms']} ms in the loop\n"
+        f"(steps and loads included). Ready {found['ready_in_s']} s after the start. Resident memory, shared pages\n"
+        "counted in each process:\n\n" + rows(["Process", "MiB"], memory)
+    )
+
+
+def gateway() -> str:
+    found = read("gateway")
+    lines = [
+        (
+            clients,
+            found[f"stub_rps_{clients}"],
+            found[f"rps_{clients}"],
+            found[f"added_p50_ms_{clients}"],
+            found[f"added_p99_ms_{clients}"],
+        )
+        for clients in (1, 32, 128)
+    ]
+    head = ["Clients", "Stub alone, requests/s", "Reef, requests/s", "Added p50, ms", "Added p99, ms"]
+    return (
+        "\n## The gateway\n\nChat completions through the record-only service to a stub engine that answers at once,\n"
+        "beside the stub alone (`python -m benchmarks.gateway`). Every answer has a durable receipt, so requests/s\n"
+        "are receipts/s. Load generator and stub share the two cores with the service.\n\n" + rows(head, lines)
+    )
+
+
+def engine() -> str:
+    found = read("engine")
+    lines = [
+        (row["concurrency"], round(row["engine"]), round(row["generate"]), f"{row['engine'] / row['generate']:.2f}")
+        for row in found["rows"]
+    ]
+    head = ["Concurrency", "Embedded engine over HTTP, tokens/s", "transformers `generate`, tokens/s", "Ratio"]
+    return (
+        "\n## The embedded engine\n\nNew tokens/s on the starter model, over HTTP, beside transformers' `generate` in\n"
+        "process on a fixed batch of the same size (`python -m benchmarks.engine`).\n\n" + rows(head, lines)
+    )
+
+
+def step() -> str:
+    lines = [
+        (
+            f"{case['case']}, {case['threads']} threads",
+            f"{case['plain_step_s'] * 1000:.1f}",
+            f"{case['megatron_step_s'] * 1000:.1f}",
+            f"{case['ratio']:.2f}",
+        )
+        for case in read("step")
+    ]
+    head = ["Case", "Plain PyTorch, ms", "Megatron, ms", "Ratio"]
+    return (
+        "\n## One step\n\nA GRPO step through Megatron-Core beside a plain PyTorch step: transformers' model and\n"
+        "torch's AdamW on the same batch with the same threads (`python -m benchmarks.step`).\n\n" + rows(head, lines)
+    )
+
+
+def main() -> None:
+    machine = read("loop")["machine"]
+    text = f"{machine['cores']} cores, no GPU, {machine['platform']}, Python {machine['python']}"
+    PAGE.write_text(HEAD.format(machine=text) + demo() + loop() + gateway() + engine() + step(), encoding="utf-8")
+    print(f"written: {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
