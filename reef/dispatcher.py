@@ -31,7 +31,7 @@ from reef.storage import Storage
 from reef.training import packing
 from reef.training.cluster import Trainer
 from reef.training.settings import settings
-from reef.types import Batch, Operation, Release
+from reef.types import Batch, Operation, Release, Selection
 
 T = TypeVar("T")
 SETTLE_S = 0.01  # reports come in bursts: one look at the queue for all that come within it
@@ -172,6 +172,7 @@ class Dispatcher:
         if not selection.picks:
             if selection.drops:
                 await self._ledger.write(reports.drop, selection.drops, now)
+            self._count_drops(selection)
             self._wake_at(selection.next_deadline_at)
             return None
         batch = await self._ledger.write(
@@ -185,6 +186,7 @@ class Dispatcher:
             now,
         )
         self._update_asked = False
+        self._count_drops(selection)
         self._metrics.step_seconds.labels("reserve").observe(time.perf_counter() - started)
         return batch
 
@@ -308,6 +310,10 @@ class Dispatcher:
         await self._wake.wait()
         await asyncio.sleep(SETTLE_S)
         self._wake.clear()
+
+    def _count_drops(self, selection: Selection) -> None:
+        for item in selection.drops:
+            self._metrics.drops.labels(item.reason).inc()
 
     def _wake_at(self, when: float | None) -> None:
         if when is not None:

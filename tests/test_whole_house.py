@@ -253,3 +253,22 @@ def test_64_clients_for_a_minute_during_training_see_no_failed_request(house: Se
     assert answered > num_clients
     assert len(chain(house)) > 3, json.dumps(house.status())
     assert all(count == 1 for count in times_trained(house).values())
+
+
+def test_a_sample_older_than_max_staleness_is_dropped_alone_and_counted(make_service: Callable[..., Service]) -> None:
+    house = make_service(*SETTINGS, "--recipe.config.max-staleness", "1").start()
+    answer = house.chat("Start at 2. Add 2.", n=GROUP).json()  # sampled now, graded three releases later
+    for number in (1, 2, 3):
+        send_round(house, f"round-{number}")
+        served(house, number)
+    old = []
+    for choice in answer["choices"]:
+        body = {"references": [choice["reef_agent_record_id"]], "score": float(choice["index"] % 2), "group": "old"}
+        old.append(house.post("/reef/report", body).json()["agent_record_id"])
+    until(lambda: report(house, old[-1])["state"] == "dropped", "the old group is dropped")
+    assert {report(house, name)["reason"] for name in old} == {"stale"}
+    assert f'reef_dropped_reports_total{{reason="stale"}} {GROUP}.0' in house.get("/metrics").text
+    send_round(house, "fresh")
+    served(house, 4)
+    assert_unbroken(chain(house))
+    house.end()

@@ -1,7 +1,7 @@
 """Messages to ids and ids to text, with the model's own template and tokenizer.
 
 Knows nothing of requests or engines. Rendering and decoding of whole answers run in one thread of their own, so the
-event loop is never blocked and the tokenizer is never shared.
+event loop is never blocked; a stream's few new tokens are decoded where they arrive, in microseconds.
 """
 
 import asyncio

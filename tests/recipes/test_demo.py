@@ -1,4 +1,4 @@
-"""The demo for real, short: the service, Ray and Megatron start, learn and end."""
+"""`make demo` as it stands: the service, Ray and Megatron start, the model learns what it should, all of it ends."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from recipes.arithmetic.service import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_demo_learns_measures_and_leaves_nothing_running(tmp_path: Path) -> None:
     out = tmp_path / "a path with spaces"
-    options = ["--releases", "2", "--held-out", "40", "--out", str(out)]
-    command = [sys.executable, "-m", "recipes.arithmetic.demo", *options]
+    command = [sys.executable, "-m", "recipes.arithmetic.demo", "--out", str(out)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "harness")])
     run = subprocess.run(
         command,
@@ -24,16 +24,16 @@ def test_the_demo_learns_measures_and_leaves_nothing_running(tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["method"] == "grpo"
-    assert summary["releases"] >= 2
-    assert summary["held_out_problems"] == 40
-    assert 0 < summary["accuracy_before"] < 1
+    assert summary["held_out_problems"] == 1000
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.30
     assert summary["interval_before"][0] < summary["accuracy_before"] < summary["interval_before"][1]
+    assert summary["interval_before"][1] < summary["interval_after"][0]
     assert (out / "learning.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == summary["rollouts"]
