@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReefError as error:
         print(f"reef: {error.message}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # before the service took over the signals
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

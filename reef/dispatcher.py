@@ -36,6 +36,8 @@ from reef.types import Batch, Operation, Release, Selection
 T = TypeVar("T")
 SETTLE_S = 0.01  # reports come in bursts: one look at the queue for all that come within it
 STORE_RETRY_S = 1.0  # between tries of what disk or database refused; the stepped state is kept meanwhile
+MAX_RESTARTS = 5  # of the workers in a row, before training ends
+RESTART_RETRY_S = 2.0  # before each of them but the first
 
 
 class Dispatcher:
@@ -61,6 +63,8 @@ class Dispatcher:
         self._stopping = False
         self._update_asked = False
         self._unloaded: Release | None = None  # committed, and no engine serves it yet
+        self._at_head = False  # `run` ended in order, so the trainer's state is that of the head
+        self._timer: asyncio.TimerHandle | None = None  # wakes at the next deadline of a group
         self._wandb: WandbLog | None = None
         self.scenario: str | None = None
         self.phase = "starting"  # starting | recovering | waiting | reserving | stepping | committing | loading | ...
@@ -82,34 +86,33 @@ class Dispatcher:
         self.paused = None
         self._wake.set()
 
+    def pause(self, release: Release, reason: str) -> None:
+        """Train no further, because no engine loads `release`. `resume` lets it be tried once more."""
+        self._unloaded = release
+        self.paused = self.error = reason
+        log.error("training pauses: %s", reason)
+
     def stop(self) -> None:
         """End `run` after the step in work."""
         self._stopping = True
         self._wake.set()
 
     async def start(self) -> None:
-        """Start the trainer, then `recover`. Raises ReefError where either fails; `close` ends what was started."""
+        """Start the trainer, with the base's weights. Raises ReefError; `close` ends what was started."""
         await asyncio.to_thread(self._trainer.start)
         self._storage.set_base_probe(await asyncio.to_thread(self._trainer.probe))
-        await self.recover()
 
     async def recover(self) -> None:
-        """Bring the trainer to the head: the newest checkpoint, then the releases after it again from the ledger.
-
-        A batch that was reserved when the last owner died counts one failed attempt and is taken again in `run`.
-        """
+        """Bring the trainer to the head: the newest checkpoint, then the releases after it again from the ledger."""
         self.phase = "recovering"
         self.scenario = await self._ledger.read(scenarios.training)
-        if self.scenario is None:
-            return
-        await self._replay()
-        left = await self._ledger.read(batches.reserved, self.scenario)
-        if left is not None:
-            await self._again(left, "the service ended during the step")
+        if self.scenario is not None:
+            await self._replay()
 
     async def run(self) -> None:
         """The loop. Ends after `stop`; an error that it cannot mend ends it too and is shown in status."""
         try:
+            await self._take_over()
             while not self._stopping:
                 if self._unloaded is not None and not self.paused:
                     await self._load(self._unloaded)
@@ -121,6 +124,7 @@ class Dispatcher:
                 if release is not None:
                     await self._load(release)
                     await self._keep(release)
+            self._at_head = True
         except OwnershipLostError as error:
             self.error = error.message
             log.error("stopped training: %s", error.message)
@@ -132,18 +136,33 @@ class Dispatcher:
     async def close(self) -> None:
         """After `run` ended: a checkpoint of the head, so that the next start replays nothing; then no more trainer."""
         try:
-            if self.scenario is not None and self.error is None and self.phase == "stopped":
+            if self.scenario is not None and self._at_head:
                 head = await self._ledger.read(releases.head, self.scenario)
                 if head is not None and head.checkpoint is None and head.operation is not Operation.BASE:
                     await self._checkpoint(head)
+        except (UnavailableError, WorkersLostError) as error:
+            log.warning("no checkpoint at the end, the next start replays: %s", error.message)
         finally:
             await asyncio.to_thread(self._trainer.stop)
 
     def worker_pids(self) -> list[int]:
+        """Process ids of the training workers."""
         return self._trainer.worker_pids()
+
+    async def _take_over(self) -> None:
+        """A batch that the last owner of this run directory left reserved counts one failed attempt.
+
+        Only here, right before it is taken again: a start-up that fails or is interrupted is no attempt.
+        """
+        if self.scenario is None:
+            return
+        left = await self._until_stored(self._ledger.read, batches.reserved, self.scenario)
+        if left is not None:
+            await self._again(left, "the service ended during the step")
 
     async def _next_batch(self) -> Batch | None:
         """The batch reserved before, else a new one where enough reports are pending."""
+        self.phase = "reserving"
         self.scenario = self.scenario or await self._ledger.read(scenarios.training)
         if self.scenario is None:
             return None
@@ -156,7 +175,6 @@ class Dispatcher:
         return await self._reserve(self.scenario)
 
     async def _reserve(self, scenario: str) -> Batch | None:
-        self.phase = "reserving"
         started = time.perf_counter()
         pending = await self._ledger.read(reports.candidates, scenario)
         head = await self._ledger.read(releases.head, scenario)
@@ -207,9 +225,8 @@ class Dispatcher:
             await self._again(batch.id, error.message)
             return None
         except WorkersLostError as error:
+            await self._revive()  # first: where this fails too, the next owner counts the attempt
             await self._again(batch.id, error.message)
-            await asyncio.to_thread(self._trainer.restart)
-            await self._replay()
             return None
         finally:
             self.batch = None
@@ -237,6 +254,7 @@ class Dispatcher:
         self.phase = "committing"
         await self._until_stored(self._ledger.write, batches.commit, batch.id, release, release.created_at)
         self._metrics.releases.inc()
+        self._metrics.drops.labels("stale").inc(len({s.report_id for s in batch.samples if not s.trains}))
         self._metrics.step_seconds.labels("step").observe(stepped - started)
         self._metrics.step_seconds.labels("publish").observe(published_at - stepped)
         self._metrics.step_seconds.labels("commit").observe(time.perf_counter() - published_at)
@@ -249,36 +267,68 @@ class Dispatcher:
         try:
             await self._engines.load(self._storage.published(release))
             await self._until_stored(self._ledger.write, releases.set_verified, release.id, time.time())
-            self._unloaded = None
+            self._unloaded = self.error = None
         except LoadFailedError as error:
-            self.paused = self.error = error.message
-            log.error("training pauses: %s", error.message)
+            self.pause(release, error.message)
+            await self._go_back(release)
+
+    async def _go_back(self, release: Release) -> None:
+        """Serve what was verified last before `release`."""
+        verified = await self._until_stored(self._ledger.read, releases.verified_before, release)
+        assert verified is not None  # the base at least
+        try:
+            await self._engines.load(self._storage.published(verified))
+        except LoadFailedError as error:
+            log.error("nothing is served: %s", error.message)
 
     async def _keep(self, release: Release) -> None:
         """Checkpoint every N releases, then remove weights and checkpoints beyond what storage keeps."""
         self.phase = "storing"
         if release.number % self._config.training.checkpoint_every == 0:
-            await self._checkpoint(release)
-        await self._until_stored(self._storage.prune, release.scenario)
+            try:
+                await self._checkpoint(release)
+            except WorkersLostError as error:
+                log.warning("no checkpoint of %s: %s", release.id, error.message)
+                await self._revive()
+        if self._unloaded is None:  # else the weights that are served may be beyond what is kept
+            await self._until_stored(self._storage.prune, release.scenario)
 
     async def _checkpoint(self, release: Release) -> None:
         path = self._storage.checkpoint_path(release.id)
         await self._until_stored(asyncio.to_thread, self._trainer.save, path)
         await self._until_stored(self._ledger.write, releases.set_checkpoint, release.id, str(path))
 
+    async def _revive(self) -> None:
+        """Fresh workers at the head; again, up to MAX_RESTARTS times, where they are lost on the way there."""
+        self.phase = "recovering"
+        for restart in range(1, MAX_RESTARTS + 1):
+            try:
+                await asyncio.to_thread(self._trainer.restart)
+                await self._replay()
+                return
+            except WorkersLostError as error:
+                self.error = error.message
+                log.warning("restart %d of the workers failed: %s", restart, error.message)
+                if self._stopping or restart == MAX_RESTARTS:
+                    raise
+            await asyncio.sleep(RESTART_RETRY_S)
+
     async def _replay(self) -> None:
         """From fresh workers at the base to the head's state; each replayed release must come out the same."""
         assert self.scenario is not None
-        start = await self._storage.newest_checkpoint(self.scenario)
+        start = await self._until_stored(self._storage.newest_checkpoint, self.scenario)
         if start is not None:
             await asyncio.to_thread(self._trainer.restore, self._storage.checkpoint_path(start.id))
-        for release in await self._ledger.read(releases.since, self.scenario, start.number if start else 0):
+        since = start.number if start else 0
+        for release in await self._until_stored(self._ledger.read, releases.since, self.scenario, since):
             assert release.batch_id is not None
             log.info("replaying %s", release.id)
-            batch = await self._ledger.read(batches.load, release.batch_id)
+            batch = await self._until_stored(self._ledger.read, batches.load, release.batch_id)
             await asyncio.to_thread(self._trainer.step, batch)
-            published = await asyncio.to_thread(self._trainer.publish, release.id, self._storage.replays_dir)
-            self._storage.remove(self._storage.replays_dir)
+            published = await self._until_stored(
+                asyncio.to_thread, self._trainer.publish, release.id, self._storage.replays_dir
+            )
+            await self._storage.discard(self._storage.replays_dir)
             if published.content_id != release.content_id:
                 raise ReefError(
                     f"replay of {release.id} gave {published.content_id}, the release is {release.content_id}",
@@ -295,15 +345,20 @@ class Dispatcher:
 
     async def _until_stored(self, store: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Something that must not be lost: tried again until the disk and the database take it."""
+        refused: str | None = None
         while True:
             try:
-                return await store(*args)
+                stored = await store(*args)
             except UnavailableError as error:
                 if self._stopping:
                     raise
-                self.error = error.message
+                refused = self.error = error.message
                 log.warning("not stored, trying again: %s", error.message)
                 await asyncio.sleep(STORE_RETRY_S)
+                continue
+            if refused is not None and self.error == refused:
+                self.error = None
+            return stored
 
     async def _wait(self) -> None:
         self.phase = "waiting"
@@ -316,8 +371,11 @@ class Dispatcher:
             self._metrics.drops.labels(item.reason).inc()
 
     def _wake_at(self, when: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if when is not None:
-            asyncio.get_running_loop().call_later(max(0.0, when - time.time()), self._wake.set)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.time()), self._wake.set)
 
     async def _show(self, release: Release) -> None:
         self.error = None

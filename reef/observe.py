@@ -44,7 +44,10 @@ class Metrics:
         self.receipts = Counter("reef_receipts", "Receipts stored", registry=registry)
         self.reports = Counter("reef_reports", "Reports accepted, by their first state", ["state"], registry=registry)
         self.drops = Counter(
-            "reef_dropped_reports", "Reports that selection dropped, by reason", ["reason"], registry=registry
+            "reef_dropped_reports",
+            "Reports that selection dropped or a step left out, by reason",
+            ["reason"],
+            registry=registry,
         )
         self.neutralised = Counter(
             "reef_sampling_neutralised", "Requests whose sampling fields were overridden", registry=registry

@@ -36,9 +36,11 @@ class Storage:
             directory.mkdir(parents=True, exist_ok=True)
 
     def release_id(self, number: int) -> str:
+        """The name of the chain's link `number`."""
         return release_id(self._ledger, number)
 
     def checkpoint_path(self, release_id: str) -> Path:
+        """Where a release's trainer checkpoint lies, if it has one."""
         return self._checkpoints / release_id
 
     def set_base_probe(self, probe: Probe) -> None:
@@ -79,7 +81,7 @@ class Storage:
         with_checkpoint = await self._ledger.read(releases.checkpoints, scenario)
         for release in with_checkpoint[self._keep_checkpoints :]:
             await self._ledger.write(releases.set_checkpoint, release.id, None)
-            await asyncio.to_thread(self.remove, self.checkpoint_path(release.id))
+            await self.discard(self.checkpoint_path(release.id))
         kept = {release.id for release in with_checkpoint[: self._keep_checkpoints]}
         on_disk = await self._ledger.read(releases.restorable, scenario)
         old = [
@@ -90,7 +92,7 @@ class Storage:
         if old:
             await self._ledger.write(releases.forget_weights, [release.id for release in old])
         for release in old:
-            await asyncio.to_thread(self.remove, self._weights(release))
+            await self.discard(self._weights(release))
 
     async def clean(self, scenario: str | None) -> None:
         """Remove this run directory's weights and checkpoints that no release names: what a killed service left.
@@ -98,21 +100,29 @@ class Storage:
         Nothing else is touched: a releases directory may hold other people's files.
         """
         mine = re.compile(rf"\.?{self._ledger.run_id}-\d+(\.partial|\.old)?")
-        self.remove(self.replays_dir)
+        await self.discard(self.replays_dir)
         for parent, named_by in ((self.releases_dir, releases.restorable), (self._checkpoints, releases.checkpoints)):
             named = await self._ledger.read(named_by, scenario) if scenario is not None else []
             names = {release.id for release in named}
             for path in sorted(parent.iterdir()):
                 if mine.fullmatch(path.name) and path.name not in names:
                     log.info("removing left-over %s", path)
-                    self.remove(path)
+                    await self.discard(path)
 
     def _weights(self, release: Release) -> Path:
         """Where this run directory has a release now; else where it was published."""
         here = self.releases_dir / release.id
         return here if here.is_dir() else Path(release.path)
 
+    async def discard(self, path: Path) -> None:
+        """Remove what no release names. What the disk does not let go of is a left-over for the next start."""
+        try:
+            await asyncio.to_thread(self.remove, path)
+        except OSError as error:
+            log.warning("cannot remove %s: %s", path, error)
+
     def remove(self, path: Path) -> None:
+        """Remove a directory or a file, if it is there. Blocks."""
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -128,6 +138,7 @@ class Storage:
 
 
 def release_id(ledger: Ledger, number: int) -> str:
+    """The name of link `number` in a run directory's chain, e.g. `3f2a-000012`."""
     return f"{ledger.run_id}-{number:06d}"
 
 

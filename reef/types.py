@@ -139,10 +139,6 @@ class Receipt:
     inexact_reason: str | None
     digest: str  # sha256 over all of the above
 
-    @property
-    def aborted(self) -> bool:
-        return self.generation.finish_reason is FinishReason.ABORT
-
 
 class ReportState(enum.StrEnum):
     """Where a report is. `waiting` is `pending` in an incomplete group, worked out when asked."""

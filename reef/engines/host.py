@@ -41,7 +41,11 @@ class EngineHost:
         self._port_file.unlink(missing_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command(model_path, version), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
+                *self._command(model_path, version),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is for us: we end it in its turn
             )
         try:
             async with asyncio.timeout(ready_timeout_s):

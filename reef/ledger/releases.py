@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, insert, or_, select, update
 
 from reef.errors import NotFoundError
 from reef.ledger.codec import from_json, to_json
@@ -91,6 +91,23 @@ def staleness(connection: Connection, scenario: str, ids: Iterable[str], window:
         behind = None if version is None else newest.policy_version - int(version)
         found[release_id] = behind if behind is not None and behind > window else None
     return found
+
+
+def verified_before(connection: Connection, release: Release) -> Release | None:
+    """The newest link before `release` that an engine has loaded and agreed with; the base always counts."""
+    query = (
+        select(releases)
+        .where(
+            releases.c.scenario == release.scenario,
+            releases.c.number < release.number,
+            releases.c.restorable,
+            or_(releases.c.verified_at.is_not(None), releases.c.operation == Operation.BASE.value),
+        )
+        .order_by(releases.c.number.desc())
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    return _from_row(row) if row else None
 
 
 def set_verified(connection: Connection, release_id: str, now: float) -> None:

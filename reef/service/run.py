@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 from reef.chat.template import Template
 from reef.config import Config
 from reef.engines.pool import Engines
-from reef.errors import ConfigError
+from reef.errors import ConfigError, LoadFailedError, ReefError, UnavailableError
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger, RunLock
 from reef.observe import Metrics, log, set_up_logging
@@ -29,7 +29,7 @@ from reef.service.app import create_app
 from reef.service.house import House
 from reef.storage import Storage, release_id
 from reef.training.manifest import content_id_of
-from reef.types import Operation, Published, Release
+from reef.types import Published, Release
 
 if TYPE_CHECKING:
     from reef.dispatcher import Dispatcher
@@ -90,19 +90,22 @@ class _Run:
 
     async def until_stopped(self) -> int:
         self._handle_signals()
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
         host, port = self._listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        leftovers.write_json(self._config.reef.run_dir / "service.json", {"url": url, "pid": os.getpid()})
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
         self._announce(f"listening on {url}, logs in {self._config.logs_dir}")
         starting = asyncio.create_task(self._start(), name="start")
-        leftovers.write_json(self._config.reef.run_dir / "service.json", {"url": url, "pid": os.getpid()})
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
         try:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done() and not starting.cancelled() and (error := starting.exception()) is not None:
-                self._house.failure = str(error)
-                log.error("start-up failed", exc_info=error)
-                self._announce(f"failed to start: {error}")
+                cause = _cause(error)
+                self._house.failure = str(cause) or type(cause).__name__
+                log.error(
+                    "start-up failed: %s", self._house.failure, exc_info=None if isinstance(cause, ReefError) else cause
+                )
+                self._announce(f"failed to start: {self._house.failure}")
                 return 1
             if starting.done():
                 self._announce(f"ready: {url}")
@@ -118,17 +121,42 @@ class _Run:
         storage = await self._open_storage()
         head = await self._head(storage)
         self._announce(f"starting the engine with release {head.id}")
-        async with asyncio.timeout(config.reef.ready_timeout), asyncio.TaskGroup() as group:
-            group.create_task(house.engines.start(storage.published(head)))
-            if house.trains:
-                group.create_task(self._start_training(storage))
-        if head.operation is Operation.BASE:
+        try:
+            async with asyncio.timeout(config.reef.ready_timeout), asyncio.TaskGroup() as group:
+                engine = group.create_task(self._start_engine(storage, head))
+                if house.trains:
+                    group.create_task(self._start_training(storage))
+        except TimeoutError:
+            raise UnavailableError(
+                f"engine and trainer are not up after {config.reef.ready_timeout:g} s (reef.ready-timeout)"
+            ) from None
+        if house.dispatcher is not None:
+            await house.dispatcher.recover()  # takes as long as it takes: each release in the log as it is replayed
+            self._announce("trainer is at the head of the chain")
+        if (refused := engine.result()) is not None and house.dispatcher is not None:
+            house.dispatcher.pause(head, refused)
+        if house.engines.served == storage.base.release_id:
             await house.engines.verify(storage.base)
-        await house.ledger.write(releases.set_verified, head.id, time.time())
+        if refused is None:
+            await house.ledger.write(releases.set_verified, head.id, time.time())
         leftovers.record(config.reef.run_dir, self._pids())
         if house.dispatcher is not None:
             self._loop_task = asyncio.create_task(self._train(house.dispatcher), name="dispatcher")
         house.waiting_for = None
+
+    async def _start_engine(self, storage: Storage, head: Release) -> str | None:
+        """With the head (None); where no engine loads that, with the release verified before it, and why."""
+        house = self._house
+        try:
+            await house.engines.start(storage.published(head))
+        except LoadFailedError as error:
+            verified = await house.ledger.read(releases.verified_before, head)
+            if verified is None:
+                raise
+            self._announce(f"serving {verified.id} instead: {error.message}")
+            await house.engines.load(storage.published(verified))
+            return error.message
+        return None
 
     async def _start_training(self, storage: Storage) -> None:
         from reef.dispatcher import Dispatcher  # these import Ray: not for a service that only records
@@ -139,7 +167,6 @@ class _Run:
         trainer = Trainer(config, config.inference.model_path)
         house.dispatcher = Dispatcher(config, house.ledger, house.engines, trainer, storage, house.metrics)
         await house.dispatcher.start()
-        self._announce("trainer is at the head of the chain")
 
     async def _train(self, dispatcher: "Dispatcher") -> None:
         """Supervises the loop: if it ends by a fault of ours, serving goes on and status says so."""
@@ -199,17 +226,20 @@ class _Run:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
         self._house.waiting_for = "nothing: the service is stopping"
-        self._server.should_exit = True
-        await serving
         dispatcher = self._house.dispatcher
         if dispatcher is not None:
             dispatcher.stop()
-            if self._loop_task is not None:
-                await self._loop_task
-            await dispatcher.close()
-        await self._house.engines.stop()
-        if self._house.background:
-            await asyncio.wait(self._house.background)
+        self._server.should_exit = True
+        await serving
+        try:
+            if dispatcher is not None:
+                if self._loop_task is not None:
+                    await self._loop_task
+                await dispatcher.close()
+        finally:
+            await self._house.engines.stop()
+            if self._house.background:
+                await asyncio.wait(self._house.background)
 
     def _pids(self) -> Iterator[int]:
         if (engine := self._house.engines.describe()["pid"]) is not None:
@@ -227,6 +257,13 @@ class _Run:
             os._exit(130)
         self._announce("stopping after the work in hand; once more to stop at once")
         self._stop.set()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What failed first: engine and trainer start in a group, whose own text says nothing."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class _Server(uvicorn.Server):

@@ -68,6 +68,7 @@ class Trainer:
         self._temp_dir: Path | None = None  # of a cluster of our own
         self._reaper: Reaper | None = None
         self._end = threading.Event()
+        self._starting = threading.RLock()  # `stop` may be called while another thread is still in `start`
 
     def start(self) -> None:
         """Start (or join) Ray and the workers, with the base model's weights.
@@ -76,32 +77,37 @@ class Trainer:
             ConfigError: the model's files are not what config.json says, or RAY_ADDRESS leads nowhere.
             WorkersLostError: they were not ready within `training.ready-timeout`.
         """
-        connected: Future[None] = Future()
-        self._end.clear()
-        threading.Thread(target=self._stay_connected, args=(connected,), name="reef-ray", daemon=True).start()
-        try:
-            connected.result()
-            self._start_workers()
-        except BaseException:
-            self.stop()
-            raise
+        with self._starting:
+            connected: Future[None] = Future()
+            self._end.clear()
+            threading.Thread(target=self._stay_connected, args=(connected,), name="reef-ray", daemon=True).start()
+            try:
+                connected.result()
+                self._start_workers()
+            except BaseException:
+                self.stop()
+                raise
 
     def restart(self) -> None:
         """Replace the workers by fresh ones with the base model's weights. Raises what `start` raises."""
         self._end_workers()
-        self._start_workers()
+        try:
+            self._start_workers()
+        except RayError as error:
+            raise self._lost(f"restart: Ray failed: {error}") from error
 
     def stop(self) -> None:
-        """End the workers, and Ray where it was started here. Safe to call at any time, and twice."""
-        self._end_workers()
-        ray.shutdown()
-        self._end.set()
-        if self._reaper is not None:
-            self._reaper.finish()
-            self._reaper = None
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-            self._temp_dir = None
+        """End the workers, and Ray where it was started here. Safe to call twice; waits for a `start` in work."""
+        with self._starting:
+            self._end_workers()
+            ray.shutdown()
+            self._end.set()
+            if self._reaper is not None:
+                self._reaper.finish()
+                self._reaper = None
+            if self._temp_dir is not None:
+                shutil.rmtree(self._temp_dir, ignore_errors=True)
+                self._temp_dir = None
 
     def step(self, batch: Batch) -> StepResult:
         """Take one optimizer step.
@@ -150,9 +156,8 @@ class Trainer:
         return steps
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers, by rank."""
-        pids: list[int] = self._gather([worker.pid.remote() for worker in self._workers], "pid", self._timeout_s)
-        return pids
+        """Process ids of the workers, by rank. Asks nobody."""
+        return list(self._pids)
 
     def _stay_connected(self, connected: "Future[None]") -> None:
         """Connect, then wait for `stop`: the kernel ends Ray's processes with the thread that started them."""
@@ -224,7 +229,7 @@ class Trainer:
             )
             calls.append(worker.start.remote(spec, self._log_path(rank), self._environment()))
         self._gather(calls, "start", max(0.0, deadline - time.monotonic()))
-        self._pids = self.worker_pids()
+        self._pids = self._gather([worker.pid.remote() for worker in self._workers], "pid", self._timeout_s)
         shutil.rmtree(rendezvous.parent, ignore_errors=True)
 
     def _rendezvous_dir(self) -> Path:

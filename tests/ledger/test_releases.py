@@ -137,3 +137,16 @@ def test_marks_on_a_release_survive_a_restart(book: Any) -> None:
     assert ids(book.read(releases.restorable, SCENARIO)) == ["r3", "r2"]
     book.write(releases.set_checkpoint, "r2", None)
     assert book.read(releases.checkpoints, SCENARIO) == []
+
+
+def test_the_release_to_go_back_to_was_verified_and_is_on_disk_or_is_the_base(book: Any) -> None:
+    grow(book, 5)
+    base, *rest = book.read(releases.chain, SCENARIO)[::-1]
+    head = rest[-1]
+    assert book.read(releases.verified_before, head) == base
+    for number in (2, 3, 5):
+        book.write(releases.set_verified, f"r{number}", 9.0)
+    assert book.read(releases.verified_before, head).id == "r3"
+    book.write(releases.forget_weights, ["r3"])
+    assert book.read(releases.verified_before, head).id == "r2"
+    assert book.read(releases.verified_before, base) is None

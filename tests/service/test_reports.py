@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -193,3 +195,18 @@ def test_a_body_over_the_limit_is_413_and_nothing_is_stored(recorder, receipt, s
     is_error(recorder.get(f"/reef/reports/large-{scenario}"), 404)
     is_error(recorder.chat("1" * (4 * 1024 * 1024)), 413)
     assert recorder.chat("1+1=").status_code == 200
+
+
+def test_a_locked_database_is_503_with_when_to_come_back_and_takes_the_report_afterwards(
+    recorder, receipt, is_error
+) -> None:
+    body = {"agent_record_id": f"locked-{receipt}", "references": [receipt], "score": 1}
+    with closing(sqlite3.connect(recorder.run_dir / "ledger.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        refused = recorder.post(REPORT, body)
+        assert recorder.get("/healthz").status_code == 200
+        other.execute("ROLLBACK")
+    is_error(refused, 503, code="unavailable", says="locked")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert recorder.get(f"/reef/reports/{body['agent_record_id']}").status_code == 404
+    assert recorder.post(REPORT, body).status_code == 200
