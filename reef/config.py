@@ -43,6 +43,11 @@ class Section(BaseModel):
 
 
 class ReefSection(Section):
+    """The service: where it listens, where it keeps its files, and how much it takes on at once.
+
+    Refuses an empty token, one that cannot travel in an HTTP header, and a host that is not loopback without a token.
+    """
+
     host: str = Field("127.0.0.1", description="Address to listen on. Anything but loopback needs a token.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 lets the kernel choose one.")
     token: SecretStr | None = Field(None, description="Bearer token that clients must send; none: no key is asked for.")
@@ -66,6 +71,11 @@ class ReefSection(Section):
 
 
 class InferenceSection(Section):
+    """The engine: which model it serves, how long requests to it may take, and how releases are loaded.
+
+    Refuses a url that is not plain http or https, or that has a user, a password or a query.
+    """
+
     backend: Literal["embedded"] = Field("embedded", description="The server Reef starts when no url is given.")
     url: str | None = Field(None, description="Attach to a running engine, e.g. http://127.0.0.1:30000.")
     model_path: Path = Field(
@@ -119,6 +129,11 @@ class GrpoConfig(Section):
 
 
 class RecipeSection(Section):
+    """Which scenario trains, and by which method.
+
+    Refuses a scenario name that `SCENARIO_NAME` does not match.
+    """
+
     scenario: str | None = Field(None, description="The scenario that trains; none: the first one created.")
     implementation: Literal["grpo"] = Field("grpo", description="The method that turns reports into updates.")
     config: GrpoConfig = Field(default_factory=lambda: GrpoConfig(), description="The method's settings.")
@@ -139,6 +154,7 @@ class Layout(Section):
 
     @property
     def world_size(self) -> int:
+        """The number of workers: tensor * pipeline * data."""
         return self.tensor * self.pipeline * self.data
 
 
@@ -158,6 +174,8 @@ class OptimizerOptions(Section):
 
 
 class TrainingSection(Section):
+    """The trainer: its workers, optimizer, precision and checkpoints."""
+
     backend: Literal["megatron", "none"] = Field("megatron", description="The trainer; none: record only.")
     layout: Layout = Field(default_factory=lambda: Layout(), description="How the model is spread over workers.")
     options: OptimizerOptions = Field(default_factory=lambda: OptimizerOptions(), description="Optimizer and schedule.")
@@ -171,6 +189,8 @@ class TrainingSection(Section):
 
 
 class StorageSection(Section):
+    """Where the ledger and the weights lie, and how much stays on disk."""
+
     url: str | None = Field(None, description="SQLAlchemy URL of the ledger; none: SQLite in the run directory.")
     releases_dir: Path | None = Field(None, description="Where weights are published; none: RUN-DIR/releases.")
     keep: int = Field(8, ge=1, description="Releases whose weights stay on disk (the head and checkpoints' always do).")
@@ -178,12 +198,16 @@ class StorageSection(Section):
 
 
 class WandbSection(Section):
+    """Metrics in an offline Weights & Biases run, when enabled."""
+
     enabled: bool = Field(False, description="Write each release's metrics to Weights & Biases.")
     directory: Path | None = Field(None, description="Where its files go; none: RUN-DIR/wandb.")
     project: str = Field("reef", description="Project name.")
 
 
 class ObservabilitySection(Section):
+    """Where metrics go besides the service's own routes."""
+
     wandb: WandbSection = Field(default_factory=lambda: WandbSection(), description="Weights & Biases.")
 
 
@@ -201,18 +225,22 @@ class Config(Section):
 
     @property
     def ledger_url(self) -> str:
+        """The ledger's SQLAlchemy URL: `storage.url`, else SQLite in the run directory. It may hold a password."""
         return self.storage.url or f"sqlite:///{self.reef.run_dir / 'ledger.db'}"
 
     @property
     def releases_dir(self) -> Path:
+        """The directory where weights are published: `storage.releases-dir`, else RUN-DIR/releases."""
         return self.storage.releases_dir or self.reef.run_dir / "releases"
 
     @property
     def checkpoints_dir(self) -> Path:
+        """The directory of the trainer's checkpoints: RUN-DIR/checkpoints."""
         return self.reef.run_dir / "checkpoints"
 
     @property
     def logs_dir(self) -> Path:
+        """The directory of the logs: RUN-DIR/logs."""
         return self.reef.run_dir / "logs"
 
     def dump(self) -> dict[str, Any]:

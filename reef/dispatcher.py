@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from reef.config import Config
 from reef.engines.pool import Engines
 from reef.errors import (
+    ConfigError,
     LoadFailedError,
     OwnershipLostError,
     ReefError,
@@ -324,6 +325,7 @@ class Dispatcher:
             assert release.batch_id is not None
             log.info("replaying %s", release.id)
             batch = await self._until_stored(self._ledger.read, batches.load, release.batch_id)
+            self._check_settings(release, batch)
             await asyncio.to_thread(self._trainer.step, batch)
             published = await self._until_stored(
                 asyncio.to_thread, self._trainer.publish, release.id, self._storage.replays_dir
@@ -333,6 +335,20 @@ class Dispatcher:
                 raise ReefError(
                     f"replay of {release.id} gave {published.content_id}, the release is {release.content_id}",
                     code="replay_diverged",
+                )
+
+    def _check_settings(self, release: Release, batch: Batch) -> None:
+        """A step takes method and optimizer from its batch; what the workers are built with must be as it was.
+
+        Raises:
+            ConfigError: names the setting that was changed.
+        """
+        for key in ("layout", "dtype", "seed"):
+            if batch.settings[key] != self._settings[key]:
+                raise ConfigError(
+                    f"training.{key} is {self._settings[key]}, but {release.id} was trained with {batch.settings[key]} "
+                    "and must be trained again: start once with the old value and stop with Ctrl-C, then change it",
+                    param=f"training.{key}",
                 )
 
     async def _again(self, batch_id: str, error: str) -> None:

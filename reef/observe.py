@@ -88,6 +88,7 @@ class WandbLog:
             log.warning("no Weights & Biases: %s", error)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a release's metrics at `step`. A failure is a warning, and nothing more is written after it."""
         if self._run is None:
             return
         try:
@@ -97,6 +98,7 @@ class WandbLog:
             self._run = None
 
     def close(self) -> None:
+        """End the run, so that its files are whole. A failure is a warning."""
         if self._run is None:
             return
         try:

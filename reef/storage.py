@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 from reef.config import Config
+from reef.errors import LoadFailedError
 from reef.ledger import releases
 from reef.ledger.ledger import Ledger
 from reef.observe import log
-from reef.training.manifest import read_manifest
+from reef.training.manifest import COMPLETE, read_manifest, verify
 from reef.types import Operation, Probe, Published, Release
 
 
@@ -66,13 +67,30 @@ class Storage:
         )
 
     def published(self, release: Release) -> Published:
-        """A release's weights as an engine loads them. Raises LedgerError where they are not whole on disk."""
-        return self.base if release.operation is Operation.BASE else read_manifest(self._weights(release))
+        """A release's weights as an engine loads them.
+
+        Raises:
+            LoadFailedError: they are not whole on disk, or not those that the ledger names.
+        """
+        if release.operation is Operation.BASE:
+            return self.base
+        found = read_manifest(self._weights(release))
+        if (found.release_id, found.content_id) != (release.id, release.content_id):
+            raise LoadFailedError(
+                f"{found.path} holds {found.release_id} with {found.content_id}, "
+                f"the ledger names {release.id} with {release.content_id}"
+            )
+        return found
+
+    def check_bytes(self, release: Release) -> None:
+        """Read every file of a release against its manifest. Blocks. Raises LoadFailedError."""
+        if release.operation is not Operation.BASE:
+            verify(self._weights(release))
 
     async def newest_checkpoint(self, scenario: str) -> Release | None:
         """The newest release whose checkpoint is complete on disk."""
         for release in await self._ledger.read(releases.checkpoints, scenario):
-            if (self.checkpoint_path(release.id) / "COMPLETE").is_file():
+            if (self.checkpoint_path(release.id) / COMPLETE).is_file():
                 return release
         return None
 

@@ -175,7 +175,6 @@ class Candidate:
     group: str
     score: float
     oldest_release: str  # the release that produced the oldest sampled token
-    num_tokens: int  # prompt and sampled tokens of its longest receipt
     accepted_at: float
 
 

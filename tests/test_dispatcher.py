@@ -16,7 +16,7 @@ import pytest
 import reef.dispatcher
 from reef.config import load
 from reef.dispatcher import Dispatcher
-from reef.errors import LoadFailedError, StepFailedError, UnavailableError, WorkersLostError
+from reef.errors import ConfigError, LoadFailedError, StepFailedError, UnavailableError, WorkersLostError
 from reef.ledger import batches, receipts, releases, reports, scenarios
 from reef.ledger.ledger import Ledger
 from reef.observe import Metrics
@@ -358,6 +358,65 @@ def test_two_crashes_in_its_step_end_a_batch_but_starts_that_fail_in_between_cou
     asyncio.run(live())
 
 
+def test_in_manual_mode_a_complete_batch_waits_for_an_update_and_each_update_trains_once(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        await house.ledger.write(scenarios.set_mode, SCENARIO, "manual")
+        house.run()
+        names = await house.grade_and_wait()
+        later = await house.grade_and_wait()  # two batches are complete
+        assert {await house.state(name) for name in names + later} == {("pending", None)}
+        assert house.trainer.num_steps == 0
+        house.dispatcher.update_now()
+        await house.waits()
+        await house.trained_once(names)
+        house.dispatcher.notify()
+        await house.waits()
+        assert {await house.state(name) for name in later} == {("pending", None)}
+        house.dispatcher.update_now()
+        await house.waits()
+        await house.trained_once(names + later)
+        house.dispatcher.update_now()  # before there is anything to train on: for the next complete batch
+        await house.waits()
+        asked_before = await house.grade_and_wait()
+        unasked = await house.grade_and_wait()
+        await house.trained_once(names + later + asked_before)
+        assert {await house.state(name) for name in unasked} == {("pending", None)}
+        assert house.trainer.num_steps == 3
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_a_commit_after_another_owner_took_over_ends_the_loop_and_nothing_more_is_written(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        house.faults.at("publish", *[UnavailableError("disk full")] * 1000)
+        names = await house.grade()
+        await house.until(lambda: house.dispatcher.error == "disk full")
+        first = house.ledger
+        house.ledger = Ledger.open(house.config.ledger_url)  # the next owner, though the first one still runs
+        house.faults.at("publish")
+        await house.loop
+        assert (house.dispatcher.phase, house.dispatcher.paused) == ("stopped", None)
+        assert "owned by epoch 2" in str(house.dispatcher.error)
+        await house.dispatcher.close()
+        assert not house.trainer.running
+        assert [point for point in house.faults.passed if point != "read"][-2:] == ["published", "commit"]
+        assert [release.number for release in await house.chain()] == [0]
+        assert {await house.state(name) for name in names} == {("reserved", None)}
+        first.close()
+        house.ledger.close()
+        await house.open()
+        house.run()
+        await house.waits()
+        await house.trained_once(names)
+        await house.stop()
+
+    asyncio.run(live())
+
+
 def test_a_step_that_is_refused_twice_ends_its_batch_and_the_next_one_trains(house: House) -> None:
     async def live() -> None:
         await house.open()
@@ -521,3 +580,24 @@ def test_a_directory_that_cannot_be_removed_is_a_warning_and_training_goes_on(
 
     asyncio.run(live())
     assert "cannot remove" in caplog.text
+
+
+def test_a_setting_that_a_replay_would_need_as_it_was_is_named(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        await house.grade_and_wait()
+        house.faults.at("save", UnavailableError("disk full"))  # so the next start has to replay
+        await house.stop()
+        changed = {"training": house.config.training.model_copy(update={"seed": 7})}
+        before, house.config = house.config, house.config.model_copy(update=changed)
+        with pytest.raises(ConfigError, match=r"training.seed is 7, but .*-000001 was trained with 0"):
+            await house.open()
+        house.ledger.close()
+        house.config = before
+        await house.open()
+        assert house.trainer.state == [1]
+        house.run()
+        await house.stop()
+
+    asyncio.run(live())

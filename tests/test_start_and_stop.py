@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GROUPS_OF_TWO = ("--recipe.config.group-size", "2", "--recipe.config.batch-size", "2")
 NEVER = ("Traceback", "restarting")
+STOPPING = "stopping after the work in hand"
+SMALL_DISK_BYTES = 8 * 2**20  # room for five releases of the starter
 
 
 @pytest.fixture
@@ -24,6 +29,43 @@ def service(make_service: Callable[..., Any], request: pytest.FixtureRequest) ->
     made = make_service(*getattr(request, "param", ()))
     yield made
     made.end()
+
+
+@pytest.fixture
+def on_small_disk(make_service: Callable[..., Any]) -> Iterator[Any]:
+    """A service that keeps little, its releases on a small disk of their own where this user may mount one."""
+    keep = ("--storage.keep", "2", "--storage.keep-checkpoints", "1", "--training.checkpoint-every", "2")
+    made = make_service("--recipe.scenario", "s", *GROUPS_OF_TWO, *keep)
+    releases = made.run_dir / "releases"
+    releases.mkdir(parents=True)
+    mounted = False
+    if os.geteuid() == 0:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "tmpfs", str(releases)]
+        mounted = subprocess.run(command, capture_output=True).returncode == 0
+    try:
+        yield made
+    finally:
+        made.end()
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(releases)], check=True)
+
+
+@contextmanager
+def no_room(releases: Path) -> Iterator[str]:
+    """Until it is left nothing can be published. What the system says of that."""
+    if releases.is_mount():
+        filler = releases / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(64 * 2**10))
+        yield "No space left on device"
+        filler.unlink()
+    else:
+        aside = releases.rename(releases.with_name("aside"))
+        releases.touch()
+        yield "Not a directory"
+        releases.unlink()
+        aside.rename(releases)
 
 
 def ctrl_c(service: Any) -> None:
@@ -46,6 +88,35 @@ def wait_for(true: Callable[[], Any], what: str, timeout_s: float = 60) -> None:
 
 def starts(service: Any, name: str) -> bool:
     return any(name in " ".join(process.cmdline()) for process in service.processes() if process.is_running())
+
+
+def grade(service: Any, group: str) -> None:
+    """What one batch takes."""
+    answer = service.chat("Start at 9. Add 3.", n=2).json()
+    for choice in answer["choices"]:
+        graded = {"references": [choice["reef_agent_record_id"]], "score": choice["index"], "group": group}
+        assert service.post("/reef/report", graded).status_code == 200
+
+
+def chain(service: Any) -> list[dict[str, Any]]:
+    """Oldest first."""
+    releases: list[dict[str, Any]] = service.get("/reef/scenarios/s/releases").json()["releases"]
+    return releases[::-1]
+
+
+def done_with(service: Any, number: int) -> bool:
+    """Release `number` is served, stored and pruned after."""
+    status = service.status()
+    return status["scenario"]["served"].endswith(f"-{number:06d}") and status["training"]["phase"] == "waiting"
+
+
+def held_in_a_step(service: Any, group: str) -> psutil.Process:
+    """The training worker, stopped in a step that goes on once it is resumed."""
+    (worker,) = [process for process in service.processes() if "WorkerActor" in " ".join(process.cmdline()[:1])]
+    worker.suspend()
+    grade(service, group)
+    wait_for(lambda: service.status()["training"]["phase"] == "stepping", "a step")
+    return worker
 
 
 @pytest.mark.parametrize("service", [("--training.backend", "none")], indirect=True)
@@ -106,10 +177,7 @@ def test_ctrl_c_before_it_has_begun_is_no_traceback(service: Any, tmp_path: Path
 @pytest.mark.parametrize("service", [("--recipe.scenario", "s", *GROUPS_OF_TWO)], indirect=True)
 def test_a_head_that_no_engine_agrees_with_leaves_the_release_before_it_serving(service: Any) -> None:
     service.start()
-    answer = service.chat("Start at 9. Add 3.", n=2).json()
-    for choice in answer["choices"]:
-        graded = {"references": [choice["reef_agent_record_id"]], "score": choice["index"], "group": "g"}
-        assert service.post("/reef/report", graded).status_code == 200
+    grade(service, "g")
     wait_for(lambda: service.status()["scenario"]["step"] == 1, "a release")
     assert service.stop() == 0
     (release,) = (service.run_dir / "releases").iterdir()
@@ -130,3 +198,73 @@ def test_a_head_that_no_engine_agrees_with_leaves_the_release_before_it_serving(
     wait_for(lambda: service.status()["scenario"]["served"] == release.name, "the head is loaded")
     assert service.status()["training"]["paused"] is None
     assert service.stop() == 0
+
+
+@pytest.mark.parametrize("service", [("--recipe.scenario", "s", *GROUPS_OF_TWO)], indirect=True)
+def test_ctrl_c_in_a_step_lets_it_end_with_a_checkpoint_and_a_second_one_leaves_at_once(service: Any) -> None:
+    log = service.run_dir / "logs" / "reef.log"
+    service.start()
+    worker = held_in_a_step(service, "first")
+    ctrl_c(service)
+    wait_for(lambda: STOPPING in service.log_tail(), "it has seen the Ctrl-C")
+    assert service.returncode is None
+    worker.resume()
+    assert service.wait() == 0
+    assert all_ended(service)
+    assert not [word for word in NEVER if word in service.log_tail(200)]
+
+    service.start()
+    base, release = chain(service)
+    assert (release["step"], release["parent_release_id"]) == (1, base["release_id"])
+    assert Path(release["checkpoint"], "COMPLETE").is_file()
+    assert service.status()["scenario"]["served"] == release["release_id"]
+    assert "replaying" not in log.read_text()
+
+    held_in_a_step(service, "second")
+    ctrl_c(service)
+    wait_for(lambda: service.log_tail().count(STOPPING) == 2, "it has seen the Ctrl-C")
+    assert service.returncode is None
+    ctrl_c(service)
+    assert service.wait(5) == 130
+    assert all_ended(service)
+    assert not [word for word in NEVER if word in service.log_tail(200)]
+
+
+def test_only_what_is_kept_is_on_disk_and_a_full_one_delays_a_release_but_repeats_no_step(on_small_disk: Any) -> None:
+    service = on_small_disk
+    releases, checkpoints = service.run_dir / "releases", service.run_dir / "checkpoints"
+    service.start()
+    for number in range(1, 6):
+        grade(service, f"group-{number}")
+        wait_for(lambda number=number: done_with(service, number), f"release {number}")
+    before = chain(service)
+    ids = [release["release_id"] for release in before]
+    assert [release["number"] for release in before if release["restorable"]] == [0, 4, 5]
+    assert [release["number"] for release in before if release["checkpoint"]] == [4]
+    assert sorted(path.name for path in releases.iterdir()) == ids[4:]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ids[4:5]
+    assert service.stop() == 0
+
+    service.start()
+    assert [release["content_id"] for release in chain(service)] == [release["content_id"] for release in before]
+    assert service.status()["scenario"]["served"] == ids[5]
+    with no_room(releases) as reason:
+        grade(service, "group-6")
+        wait_for(lambda: service.status()["training"]["error"], "a release is refused")
+        training = service.status()["training"]
+        assert reason in training["error"]
+        assert (training["phase"], training["attempt"], training["batch_error"]) == ("stepping", 1, None)
+        assert service.chat().headers["x-reef-release-id"] == ids[5]
+        assert len(chain(service)) == 6
+    wait_for(lambda: done_with(service, 6), "release 6")
+    assert service.status()["training"]["error"] is None
+    last = chain(service)[-1]
+    assert (last["number"], last["step"], last["batch_id"]) == (6, 6, training["batch_id"])
+    with sqlite3.connect(f"file:{service.run_dir / 'ledger.db'}?mode=ro", uri=True) as connection:
+        (attempt,) = connection.execute("select attempt from batches where id = ?", [last["batch_id"]]).fetchone()
+    connection.close()
+    assert attempt == 1
+    assert sorted(path.name for path in releases.iterdir()) == [ids[5], last["release_id"]]
+    assert [path.name for path in checkpoints.iterdir()] == [last["release_id"]]
+    assert service.stop() == 0
+    assert not [word for word in NEVER if word in service.log_tail(200)]

@@ -72,6 +72,7 @@ class Run:
                     parent=self.storage.release_id(number - 1),
                     operation=Operation.TRAIN,
                     policy_version=number,
+                    content_id=f"sha256:{number}",
                     path=str(path),
                 ),
             )
@@ -284,3 +285,20 @@ def test_disk_use_can_be_asked_while_releases_come_and_go(open_run: OpenRun) -> 
     finally:
         done.set()
         thread.join()
+
+
+def test_weights_that_the_ledger_does_not_name_are_not_served(open_run: OpenRun) -> None:
+    run = open_run()
+    second, first, _base = run.grow(2)
+    assert run.storage.published(second).release_id == second.id
+    other = (run.storage.releases_dir / first.id / "manifest.json").read_text()
+    (run.storage.releases_dir / second.id / "manifest.json").write_text(other)
+    with pytest.raises(LoadFailedError, match=f"holds {first.id} with sha256:1, the ledger names {second.id}"):
+        run.storage.published(second)
+
+
+def test_a_byte_that_changed_on_disk_is_found(open_run: OpenRun) -> None:
+    run = open_run()
+    newest = run.grow(1)[0]
+    with pytest.raises(LoadFailedError, match=r"model\.safetensors has sha256"):
+        run.storage.check_bytes(newest)

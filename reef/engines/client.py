@@ -49,6 +49,7 @@ class EngineClient:
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
 
     async def close(self) -> None:
+        """Close the connections; every call that begins afterwards fails."""
         await self._session.close()
 
     async def generate(self, request: Request) -> tuple[Generation, ...]:
@@ -105,9 +106,18 @@ class EngineClient:
         return np.asarray(values, dtype=np.float32)
 
     async def pause(self, mode: str) -> None:
+        """Stop generation; `mode` says what becomes of requests in work (`retract`, `in_place` or `abort`).
+
+        Returns once the engine has stopped.
+
+        Raises:
+            BadRequestError: the engine refused the mode.
+            EngineError: it failed, or did not answer within CONTROL_TIMEOUT_S.
+        """
         await self._post("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
+        """Continue generation after a pause. Raises EngineError where the engine fails or does not answer in time."""
         await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
 
     async def load(self, path: str, version: str, flush_cache: bool, timeout_s: float) -> None:
@@ -118,12 +128,15 @@ class EngineClient:
             raise EngineError(f"the engine did not load {path}: {_message_of(answer)}")
 
     async def model_info(self) -> Mapping[str, Any]:
+        """The engine's answer to GET /model_info: its model and weights. Raises EngineError where there is none."""
         return await self._get("/model_info")
 
     async def server_info(self) -> Mapping[str, Any]:
+        """The engine's answer to GET /server_info: its arguments and state. Raises EngineError where there is none."""
         return await self._get("/server_info")
 
     async def healthy(self) -> bool:
+        """Whether the engine answers GET /health with 200 within 5 s; False where it cannot be reached."""
         try:
             async with self._session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
                 return response.status == 200

@@ -207,4 +207,5 @@ def again(connection: Connection, batch_id: str, error: str, now: float) -> bool
 
 
 def error_of(connection: Connection, batch_id: str) -> str | None:
+    """Why the batch's last failed attempt failed; None where none failed or the batch is unknown."""
     return connection.scalar(select(batches.c.error).where(batches.c.id == batch_id))

@@ -16,6 +16,7 @@ def pack_ids(ids: Ids) -> bytes:
 
 
 def unpack_ids(blob: bytes) -> Ids:
+    """4N bytes -> int32 [N], read-only. Raises ValueError where the length is no multiple of 4."""
     return np.frombuffer(blob, dtype="<i4")
 
 
@@ -25,14 +26,17 @@ def pack_floats(values: Floats) -> bytes:
 
 
 def unpack_floats(blob: bytes) -> Floats:
+    """4N bytes -> float32 [N], read-only, bit for bit. Raises ValueError where the length is no multiple of 4."""
     return np.frombuffer(blob, dtype="<f4")
 
 
 def pack_body(body: bytes) -> bytes:
+    """Compress a request's body (zlib, fastest level)."""
     return zlib.compress(body, level=1)
 
 
 def unpack_body(blob: bytes) -> bytes:
+    """The body that `pack_body` compressed, byte for byte. Raises zlib.error where the blob is broken."""
     return zlib.decompress(blob)
 
 
@@ -42,6 +46,7 @@ def to_json(value: Any) -> str:
 
 
 def from_json(text: str) -> Any:
+    """The value of a JSON text. Raises orjson.JSONDecodeError where it is not JSON."""
     return orjson.loads(text)
 
 

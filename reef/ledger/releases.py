@@ -111,10 +111,12 @@ def verified_before(connection: Connection, release: Release) -> Release | None:
 
 
 def set_verified(connection: Connection, release_id: str, now: float) -> None:
+    """Note that an engine loaded this release and passed its check, at `now` (seconds since the epoch)."""
     connection.execute(update(releases).where(releases.c.id == release_id).values(verified_at=now))
 
 
 def set_checkpoint(connection: Connection, release_id: str, path: str | None) -> None:
+    """Note where a release's trainer checkpoint lies; None: it has none any more. An unknown id changes nothing."""
     connection.execute(update(releases).where(releases.c.id == release_id).values(checkpoint=path))
 
 

@@ -32,7 +32,6 @@ _FIND_REFERENCES = (
         receipts.c.finish_reason,
         receipts.c.inexact_reason,
         receipts.c.num_tokens,
-        requests.c.prompt_length,
         requests.c.prompt_digest,
         requests.c.sampling,
         receipts.c.spans,
@@ -65,7 +64,6 @@ class _Reference:
     finish_reason: str
     inexact_reason: str | None
     num_tokens: int
-    prompt_length: int
     prompt_digest: str
     sampling: str
     spans: Any
@@ -108,7 +106,6 @@ def accept(connection: Connection, report: Report, trains: bool, now: float) -> 
             "group_key": key,
             "prompt_digest": prompt,
             "oldest_release": _oldest_release(connection, references),
-            "num_tokens": max((item.prompt_length + item.num_tokens for item in references), default=0),
             "created_at": now,
             "updated_at": now,
         },
@@ -196,7 +193,6 @@ def candidates(connection: Connection, scenario: str) -> list[Candidate]:
             reports.c.group_key,
             reports.c.score,
             reports.c.oldest_release,
-            reports.c.num_tokens,
             reports.c.created_at,
         )
         .where(reports.c.scenario == scenario, reports.c.state == ReportState.PENDING.value)
@@ -210,7 +206,6 @@ def candidates(connection: Connection, scenario: str) -> list[Candidate]:
             group=row.group_key,
             score=row.score,
             oldest_release=row.oldest_release,
-            num_tokens=row.num_tokens,
             accepted_at=row.created_at,
         )
         for row in connection.execute(query)
@@ -234,7 +229,7 @@ def drop(connection: Connection, drops: Iterable[Drop], now: float) -> None:
 
 def _references(connection: Connection, report: Report) -> list[_Reference]:
     rows = connection.execute(_FIND_REFERENCES, {"ids": report.references})
-    found = {row.id: _Reference(*row[:9], from_json(row.spans), row.claimed_by) for row in rows}
+    found = {row.id: _Reference(*row[:8], from_json(row.spans), row.claimed_by) for row in rows}
     for index, receipt_id in enumerate(report.references):
         if receipt_id not in found:
             raise NotFoundError(

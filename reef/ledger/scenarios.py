@@ -10,6 +10,8 @@ from reef.ledger.schema import meta, scenarios
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
+    """A scenario as the ledger knows it; `created_at` is in seconds since the epoch."""
+
     name: str
     recipe: str
     mode: str  # auto | manual
@@ -36,6 +38,7 @@ def create(connection: Connection, name: str, recipe: str, now: float) -> tuple[
 
 
 def find(connection: Connection, name: str) -> Scenario | None:
+    """The scenario of that name, or None where there is none."""
     row = connection.execute(select(scenarios).where(scenarios.c.name == name)).first()
     return Scenario(row.name, row.recipe, row.mode, row.created_at) if row else None
 
@@ -49,6 +52,7 @@ def get(connection: Connection, name: str) -> Scenario:
 
 
 def all_of(connection: Connection) -> list[Scenario]:
+    """All scenarios, oldest first."""
     rows = connection.execute(select(scenarios).order_by(scenarios.c.created_at, scenarios.c.name))
     return [Scenario(row.name, row.recipe, row.mode, row.created_at) for row in rows]
 
@@ -69,5 +73,6 @@ def set_training(connection: Connection, name: str) -> None:
 
 
 def set_mode(connection: Connection, name: str, mode: str) -> None:
+    """Set whether a scenario trains by itself (`auto`) or when told (`manual`). Raises NotFoundError."""
     get(connection, name)
     connection.execute(update(scenarios).where(scenarios.c.name == name).values(mode=mode))

@@ -92,7 +92,6 @@ reports = Table(
     Column("group_key", String),
     Column("prompt_digest", String),
     Column("oldest_release", String),
-    Column("num_tokens", Integer, nullable=False),
     Column("batch_id", String),
     Column("created_at", Float, nullable=False),
     Column("updated_at", Float, nullable=False),

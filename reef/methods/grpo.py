@@ -47,6 +47,11 @@ class Grpo:
         self.config = config
 
     def select(self, candidates: Sequence[Candidate], staleness: Mapping[str, int | None], now: float) -> Selection:
+        """Choose whole closed groups for the next batch, and drop what never trains, by the module's rules 1 to 4.
+
+        Arguments as in `Method.select`. `next_deadline_at` (seconds since the epoch) is when the next open group
+        closes; None: none is open.
+        """
         drops = [Drop(c.report_id, "abandoned") for c in candidates if staleness[c.report_id] is None]
         groups = self._groups([c for c in candidates if staleness[c.report_id] is not None], now)
         deadlines = [g.members[0].accepted_at + self.config.group_deadline_s for g in groups if g.closed_at is None]
@@ -75,6 +80,11 @@ class Grpo:
         )
 
     def advantages(self, samples: Sequence[Sample]) -> list[Floats]:
+        """GRPO's advantage of each rollout within its group, on each of its sampled tokens (2402.03300).
+
+        [T] float32 per sample, 0 where its mask is False. Samples of one report share one advantage; see
+        `group_advantages`.
+        """
         by_rollout: dict[tuple[str, str], float] = {}
         for group, rewards in _rewards(samples).items():
             values = group_advantages(
@@ -87,11 +97,16 @@ class Grpo:
         return [np.where(s.mask, np.float32(by_rollout[s.group, s.report_id]), np.float32(0.0)) for s in samples]
 
     def token_weights(self, samples: Sequence[Sample]) -> list[Floats]:
+        """Weights [T] per sample for the configured `aggregation`; see `weights.token_weights`."""
         return token_weights(samples, self.config.aggregation)
 
     def token_loss(
         self, logprobs: "torch.Tensor", old_logprobs: "torch.Tensor", advantages: "torch.Tensor", mask: "torch.Tensor"
     ) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:
+        """PPO's clipped loss of each token (1707.06347), with DAPO's two bounds (2503.14476); see `losses.ppo_clip`.
+
+        All arrays are [...] of one shape, as in `Method.token_loss`. The metrics are `pg_clipfrac` and `ratio`.
+        """
         from reef.methods.losses import ppo_clip  # here: who only selects has no need of torch
 
         return ppo_clip(

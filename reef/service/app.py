@@ -3,17 +3,19 @@
 import secrets
 import time
 import uuid
+from contextlib import nullcontext
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reef.errors import ReefError, UnauthorizedError
+from reef.errors import BusyError, ReefError, UnauthorizedError
 from reef.service import openai, reports, scenarios, status
 from reef.service.errors import fault, on_http_error, on_reef_error, to_response
 from reef.service.house import House
 
+INFERENCE = "/v1/"  # routes that keep a request in work; counted before their bodies are read
 OPEN_ROUTES = ("/healthz", "/readyz")  # no key asked: a supervisor has none
 
 
@@ -30,13 +32,14 @@ def create_app(house: House) -> FastAPI:
 
 
 class Door:
-    """Key, request id, metrics, and what nobody expected. Plain ASGI, so that a stream passes through untouched."""
+    """Key, bound of requests in work, request id, metrics, what nobody expected. Plain ASGI: streams pass untouched."""
 
     def __init__(self, app: ASGIApp, house: House) -> None:
         token = house.config.reef.token
         self._app = app
         self._token = token.get_secret_value().encode() if token is not None else None
         self._metrics = house.metrics
+        self._house = house
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,8 +60,9 @@ class Door:
         try:
             if self._token is not None and scope["path"] not in OPEN_ROUTES:
                 self._check_key(headers)
-            await self._app(scope, receive, send_with_id)
-        except UnauthorizedError as error:
+            with self._house.admit() if scope["path"].startswith(INFERENCE) else nullcontext():
+                await self._app(scope, receive, send_with_id)
+        except (UnauthorizedError, BusyError) as error:
             await to_response(error)(scope, receive, send_with_id)
         except Exception as error:
             if status is not None:

@@ -13,17 +13,20 @@ from reef.observe import log
 
 
 def error_body(error: ReefError) -> dict[str, Any]:
+    """The JSON value of an error: its message, type, param (the field at fault, or None) and code."""
     return {
         "error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code},
     }
 
 
 def to_response(error: ReefError) -> Response:
+    """Answer with an error's status and body, and with `retry-after` (seconds) where it says when to try again."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return Response(orjson.dumps(error_body(error)), error.status, headers, media_type="application/json")
 
 
 async def on_reef_error(_http: HttpRequest, error: Exception) -> Response:
+    """Answer for a ReefError that a route raised."""
     assert isinstance(error, ReefError)
     return to_response(error)
 

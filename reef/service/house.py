@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from reef.chat.template import Template
 from reef.config import SCENARIO_NAME, Config
 from reef.engines.pool import Engines
-from reef.errors import BadRequestError, ConflictError, NotFoundError, UnavailableError
+from reef.errors import BadRequestError, BusyError, ConflictError, NotFoundError, UnavailableError
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
 from reef.ledger.scenarios import Scenario
@@ -109,6 +111,17 @@ class House:
         if self.dispatcher is not None:
             self.dispatcher.notify()
         return made
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """One more request in work, its body and its whole answer included. Raises BusyError over the bound."""
+        if self.num_in_flight >= self.config.reef.max_in_flight:
+            raise BusyError(f"{self.num_in_flight} requests are in work already (reef.max-in-flight)", retry_after_s=1)
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Hold on to a task that must end though nobody awaits it."""

@@ -13,6 +13,7 @@ from reef.service.house import House
 
 
 def house_of(http: HttpRequest) -> House:
+    """The house of the app that a request came to."""
     house: House = http.app.state.house
     return house
 
@@ -31,6 +32,7 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Answer with `content` as JSON. It must be what orjson can write, with text as keys."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 

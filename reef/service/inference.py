@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from reef.engines.client import Chunk
-from reef.errors import BadRequestError, BusyError, ReefError
+from reef.errors import BadRequestError, ReefError
 from reef.ledger import receipts
 from reef.observe import log
 from reef.service.house import House
@@ -73,9 +73,8 @@ async def prepare(
 
 async def run_whole(house: House, http: HttpRequest, request: Request) -> Sequence[Receipt]:
     """Sample all choices and record them. A client that goes away aborts the work on the engine."""
-    with _in_flight(house):
-        async with house.engines.acquire() as engine:
-            generations = await unless_gone(http, asyncio.create_task(engine.generate(request)))
+    async with house.engines.acquire() as engine:
+        generations = await unless_gone(http, asyncio.create_task(engine.generate(request)))
     return await _record(house, request, generations)
 
 
@@ -83,18 +82,17 @@ async def run_stream(house: House, request: Request) -> AsyncGenerator[Item]:
     """Chunks as they come, then the receipts. Closed early (a client gone), what was sampled is kept as aborted."""
     seen: list[list[Chunk]] = [[] for _ in range(request.n)]
     finished: list[Generation | None] = [None] * request.n
-    with _in_flight(house):
-        try:
-            async with house.engines.acquire() as engine, contextlib.aclosing(engine.stream(request)) as chunks:
-                async for chunk in chunks:
-                    seen[chunk.choice].append(chunk)
-                    finished[chunk.choice] = chunk.generation
-                    yield chunk
-        except (GeneratorExit, asyncio.CancelledError):
-            kept = [done or _aborted(chunks) for done, chunks in zip(finished, seen, strict=True)]
-            if any(len(generation.output_ids) for generation in kept):
-                house.keep(asyncio.create_task(_record_aborted(house, request, kept)))
-            raise
+    try:
+        async with house.engines.acquire() as engine, contextlib.aclosing(engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                seen[chunk.choice].append(chunk)
+                finished[chunk.choice] = chunk.generation
+                yield chunk
+    except (GeneratorExit, asyncio.CancelledError):
+        kept = [done or _aborted(chunks) for done, chunks in zip(finished, seen, strict=True)]
+        if any(len(generation.output_ids) for generation in kept):
+            house.keep(asyncio.create_task(_record_aborted(house, request, kept)))
+        raise
     yield await _record(house, request, [generation for generation in finished if generation is not None])
 
 
@@ -147,17 +145,6 @@ def _max_tokens(house: House, prompt_ids: Ids, limit: int | None) -> int:
     if int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= house.template.vocab_size:
         raise BadRequestError(f"prompt: ids must lie in 0..{house.template.vocab_size - 1}", param="prompt")
     return limit or room
-
-
-@contextlib.contextmanager
-def _in_flight(house: House) -> Iterator[None]:
-    if house.num_in_flight >= house.config.reef.max_in_flight:
-        raise BusyError(f"{house.num_in_flight} requests are in work already (reef.max-in-flight)", retry_after_s=1)
-    house.num_in_flight += 1
-    try:
-        yield
-    finally:
-        house.num_in_flight -= 1
 
 
 async def unless_gone(http: HttpRequest, work: asyncio.Task[T]) -> T:

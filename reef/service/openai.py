@@ -78,6 +78,7 @@ class Chat:
         self.body = body
 
     def choice(self, text: str, receipt: Receipt) -> dict[str, Any]:
+        """The message of a whole choice, and its log-probabilities; `text` is its answer, cut at the stop."""
         generation = receipt.generation
         return {
             "message": {"role": "assistant", "content": text},
@@ -85,15 +86,25 @@ class Chat:
         }
 
     def first_delta(self) -> dict[str, Any] | None:
+        """What opens a choice's stream, before its first tokens; None: nothing does."""
         return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, text: str, chunk: Chunk) -> dict[str, Any]:
+        """What a chunk adds to a choice: `text`, and the log-probabilities of the chunk's ids."""
         return {"delta": {"content": text}, "logprobs": self.logprobs(chunk.ids, chunk.logprobs, chunk)}
 
     def last_delta(self) -> dict[str, Any]:
+        """What goes with a choice's finish reason: an empty delta."""
         return {"delta": {}}
 
     def logprobs(self, ids: Sequence[int], values: Sequence[float], source: Any) -> dict[str, Any] | None:
+        """Log-probabilities in OpenAI's chat shape, an entry per token; None where the client asked for none.
+
+        Args:
+            ids: [N] sampled ids.
+            values: [N] their log-probabilities (natural logarithm); `finite` stands in for -inf.
+            source: the Generation or Chunk they come from; its `top_logprobs` are [N] or empty.
+        """
         if not self._wants_logprobs:
             return None
         tops = source.top_logprobs or [()] * len(ids)
@@ -117,6 +128,7 @@ class Text(Chat):
     chunk_object = "text_completion"
 
     def choice(self, text: str, receipt: Receipt) -> dict[str, Any]:
+        """The text of a whole choice, and its log-probabilities; `text` is already cut at the stop."""
         generation = receipt.generation
         return {
             "text": text,
@@ -124,15 +136,23 @@ class Text(Chat):
         }
 
     def first_delta(self) -> dict[str, Any] | None:
+        """None: a text completion has no opening event."""
         return None
 
     def delta(self, text: str, chunk: Chunk) -> dict[str, Any]:
+        """What a chunk adds to a choice: `text`, and the log-probabilities of the chunk's ids."""
         return {"text": text, "logprobs": self.logprobs(chunk.ids, chunk.logprobs, chunk)}
 
     def last_delta(self) -> dict[str, Any]:
+        """What goes with a choice's finish reason: no text, no log-probabilities."""
         return {"text": "", "logprobs": None}
 
     def logprobs(self, ids: Sequence[int], values: Sequence[float], source: Any) -> dict[str, Any] | None:
+        """Log-probabilities in OpenAI's completions shape (no text_offset); None where the client asked for none.
+
+        Three lists of length N: tokens, token_logprobs, top_logprobs (empty mappings where there are none).
+        Arguments as in `Chat.logprobs`.
+        """
         if not self._wants_logprobs:
             return None
         tops = source.top_logprobs or [()] * len(ids)
@@ -249,6 +269,10 @@ def _last_events(made: Sequence[Receipt], request: Request, shape: Chat, event: 
 
 
 def receipt_headers(made: Sequence[Receipt]) -> dict[str, str]:
+    """The headers of a whole answer: the receipt of choice 0, and the release of its last token.
+
+    The release is "" where that choice has no tokens. `made` holds at least one receipt, choice 0 first.
+    """
     return {"x-reef-agent-record-id": made[0].id, "x-reef-release-id": _release_of(made) or ""}
 
 

@@ -148,7 +148,9 @@ class _Run:
         """With the head (None); where no engine loads that, with the release verified before it, and why."""
         house = self._house
         try:
-            await house.engines.start(storage.published(head))
+            published = storage.published(head)
+            await asyncio.to_thread(storage.check_bytes, head)
+            await house.engines.start(published)
         except LoadFailedError as error:
             verified = await house.ledger.read(releases.verified_before, head)
             if verified is None:

@@ -76,6 +76,8 @@ async def update(name: str, http: HttpRequest) -> Response:
     training = await house.ledger.read(scenarios.training)
     if house.dispatcher is None or name != training:
         raise ConflictError(f"scenario {name} does not train here", code="not_training")
+    if house.dispatcher.phase == "stopped":
+        raise ConflictError(f"{house.dispatcher.error}: restart the service", code="training_stopped")
     if body.mode is not None:
         await house.ledger.write(scenarios.set_mode, name, body.mode)
     else:

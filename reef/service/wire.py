@@ -44,11 +44,15 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 class TextPart(Body):
+    """One part of a message's content; text is the only type taken."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
+    """One chat message: who speaks, and text or parts of text."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
@@ -62,6 +66,8 @@ class Message(Body):
 
 
 class StreamOptions(Body):
+    """OpenAI's `stream_options`: whether the usage is sent at the end of a stream."""
+
     include_usage: bool = False
 
 
@@ -122,6 +128,7 @@ class ChatBody(SamplingBody):
 
     @property
     def limit(self) -> int | None:
+        """The most tokens to sample per choice: `max_completion_tokens`, else `max_tokens`; None: neither was given."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -133,10 +140,13 @@ class CompletionBody(SamplingBody):
 
     @property
     def limit(self) -> int | None:
+        """The most tokens to sample per choice: `max_tokens`; None: not given."""
         return self.max_tokens
 
 
 class GraderBody(Body):
+    """Which grader made a report, by id and version."""
+
     id: str
     version: str
 

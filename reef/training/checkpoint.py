@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from reef.errors import LoadFailedError
 from reef.training import device, durable
+from reef.training.manifest import COMPLETE
 from reef.training.megatron import Policy, set_optimizer_steps
-
-COMPLETE = "COMPLETE"
 
 
 class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]

@@ -15,6 +15,7 @@ from reef.errors import LoadFailedError
 from reef.types import Probe, Published
 
 MANIFEST = "manifest.json"
+COMPLETE = "COMPLETE"  # the last file of a trainer checkpoint: without it there is none
 WEIGHT_SUFFIX = ".safetensors"
 _CHUNK_BYTES = 1 << 20
 

@@ -34,7 +34,7 @@ def test_a_scored_report_is_pending_and_claims_its_receipt(book: Any) -> None:
     }
     assert book.rows("SELECT claimed_by FROM receipts") == [("rep_a",)]
     assert book.read(reports.candidates, "arithmetic") == [
-        Candidate("rep_a", 1, "group:g1", 0.5, "r0", num_tokens=5, accepted_at=1_700_000_000.25)
+        Candidate("rep_a", 1, "group:g1", 0.5, "r0", accepted_at=1_700_000_000.25)
     ]
 
 
@@ -231,7 +231,7 @@ def test_candidates_come_in_order_of_arrival_with_the_length_of_their_longest_re
     book.accept(short.id, long.id, id="zeta", score=0.25)
     book.accept(book.complete([1], [3]).id, id="alpha", score=-1.0)
     found = book.read(reports.candidates, "arithmetic")
-    assert [(item.report_id, item.score, item.num_tokens) for item in found] == [("zeta", 0.25, 5), ("alpha", -1.0, 2)]
+    assert [(item.report_id, item.score) for item in found] == [("zeta", 0.25), ("alpha", -1.0)]
     assert found[0].seq < found[1].seq
 
 

@@ -23,7 +23,6 @@ def candidates(spec: str, start: float = NOW, every_s: float = 0.0) -> list[Cand
             group=word[0],
             score=float(word[1:]),
             oldest_release="r0",
-            num_tokens=10,
             accepted_at=start + position * every_s,
         )
         for position, word in enumerate(spec.split())
