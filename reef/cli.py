@@ -119,7 +119,8 @@ def _status(arguments: argparse.Namespace, config: Config) -> int:
     if training is not None:
         print(f"trainer   {training['phase']}")
     for engine in status["engines"]:
-        print(f"engine    {engine['state']}, serves {engine['release_id']}, {engine['in_flight']} in flight")
+        served = engine["release_id"] or "no release"
+        print(f"engine    {engine['state']}, serves {served}, {engine['in_flight']} in flight")
     for error in filter(None, (status["failure"], training and training["error"], training and training["paused"])):
         print(f"error     {error}")
     return 0

@@ -141,6 +141,7 @@ class Dispatcher:
                 head = await self._ledger.read(releases.head, self.scenario)
                 if head is not None and head.checkpoint is None and head.operation is not Operation.BASE:
                     await self._checkpoint(head)
+                    await self._prune(head)
         except (UnavailableError, WorkersLostError) as error:
             log.warning("no checkpoint at the end, the next start replays: %s", error.message)
         finally:
@@ -291,8 +292,11 @@ class Dispatcher:
             except WorkersLostError as error:
                 log.warning("no checkpoint of %s: %s", release.id, error.message)
                 await self._revive()
+        await self._prune(release)
+
+    async def _prune(self, head: Release) -> None:
         if self._unloaded is None:  # else the weights that are served may be beyond what is kept
-            await self._until_stored(self._storage.prune, release.scenario)
+            await self._until_stored(self._storage.prune, head.scenario)
 
     async def _checkpoint(self, release: Release) -> None:
         path = self._storage.checkpoint_path(release.id)

@@ -58,14 +58,18 @@ def no_room(releases: Path) -> Iterator[str]:
         with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(64 * 2**10))
-        yield "No space left on device"
-        filler.unlink()
+        try:
+            yield "No space left on device"
+        finally:
+            filler.unlink()
     else:
         aside = releases.rename(releases.with_name("aside"))
         releases.touch()
-        yield "Not a directory"
-        releases.unlink()
-        aside.rename(releases)
+        try:
+            yield "Not a directory"
+        finally:
+            releases.unlink()
+            aside.rename(releases)
 
 
 def ctrl_c(service: Any) -> None:
@@ -244,6 +248,8 @@ def test_only_what_is_kept_is_on_disk_and_a_full_one_delays_a_release_but_repeat
     assert sorted(path.name for path in releases.iterdir()) == ids[4:]
     assert sorted(path.name for path in checkpoints.iterdir()) == ids[4:5]
     assert service.stop() == 0
+    assert (service.run_dir / "logs" / "engine.log").read_text().count("Finished server process") == 1  # in its turn
+    assert sorted(path.name for path in checkpoints.iterdir()) == ids[5:]
 
     service.start()
     assert [release["content_id"] for release in chain(service)] == [release["content_id"] for release in before]

@@ -184,7 +184,6 @@ class Trainer:
         self._temp_dir = Path(
             tempfile.mkdtemp(prefix="reef-", dir=parent if len(parent) < LONGEST_TEMP_DIR else "/tmp")
         )
-        others = descendants()
         ray.init(
             address="local",
             num_cpus=self._world_size,
@@ -196,7 +195,7 @@ class Trainer:
             _temp_dir=str(self._temp_dir / "ray"),  # Ray opens it to all users, but not the one above
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
-        self._reaper = Reaper(self._temp_dir, set(descendants()).difference(others))
+        self._reaper = Reaper(self._temp_dir, descendants(str(self._temp_dir)))
 
     def _start_workers(self) -> None:
         deadline = time.monotonic() + self._config.training.ready_timeout

@@ -4,6 +4,7 @@ Ray ends its own main processes with the one that started them (the kernel does)
 give up on a cluster that is gone, and its directory would stay for ever.
 """
 
+import contextlib
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +32,14 @@ class Reaper:
         self._process.communicate(timeout=_PATIENCE_S)
 
 
-def descendants() -> list[int]:
-    """Process ids of all that this process has started, directly or not."""
-    return [process.pid for process in psutil.Process().children(recursive=True)]
+def descendants(word: str) -> list[int]:
+    """Process ids of this process's children with `word` in their command line, and of all that those have started.
+
+    Others that start meanwhile (the engine does) are not ours to end.
+    """
+    found: list[int] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if word in " ".join(child.cmdline()):
+                found += [child.pid, *(process.pid for process in child.children(recursive=True))]
+    return found
