@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors import SafetensorError, safe_open
 
 from reef.config import Config
 from reef.engines.host import flags
@@ -28,6 +29,7 @@ MANAGED = {
     "api-key": "nothing: engines listen on loopback, and only Reef talks to them",
     "incremental-streaming-output": "nothing: Reef reads whole answers",
 }
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 LIBRARIES = ("torch", "transformers", "megatron-core", "ray", "fastapi", "sqlalchemy", "sglang", "wandb")
 
 
@@ -44,6 +46,14 @@ def dry_run(config: Config) -> list[str]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"inference.model-path: {path} holds no .safetensors file")
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"inference.model-path: {file} is not a whole safetensors file: {error}") from None
+    if not any((path / name).exists() for name in TOKENIZERS):
+        raise ConfigError(f"inference.model-path: no tokenizer in {path}: expected {' or '.join(TOKENIZERS)}")
     size = sum(file.stat().st_size for file in files)
     lines = [f"model     {path}: {len(files)} safetensors file(s), {size / 1e6:.1f} MB"]
     if not _has_chat_template(path):

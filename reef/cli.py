@@ -121,7 +121,10 @@ def _status(arguments: argparse.Namespace, config: Config) -> int:
     for engine in status["engines"]:
         served = engine["release_id"] or "no release"
         print(f"engine    {engine['state']}, serves {served}, {engine['in_flight']} in flight")
-    for error in filter(None, (status["failure"], training and training["error"], training and training["paused"])):
+    for error in filter(
+        None,
+        (status["failure"], status["ledger"]["error"], training and training["error"], training and training["paused"]),
+    ):
         print(f"error     {error}")
     return 0
 

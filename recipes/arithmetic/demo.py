@@ -54,7 +54,6 @@ class Outcome:
     chain: list[Release]  # newest first
     releases: int  # made meanwhile
     rollouts: int
-    seconds: float
 
 
 def items(problems: Iterator[Problem]) -> Iterator[Item]:
@@ -64,7 +63,6 @@ def items(problems: Iterator[Problem]) -> Iterator[Item]:
 
 async def learn(url: str, seed: int, releases: int, num_held_out: int, records: Path) -> Outcome:
     """Measure, train for ``releases`` releases over HTTP, measure again. Raises KeyboardInterrupt after a Ctrl-C."""
-    started = time.monotonic()
     held_out = list(items(iter(held_out_set(STEPS, num_held_out))))
     between: list[Evaluation] = []
     async with Client(url, scenario=SCENARIO) as client:
@@ -112,12 +110,11 @@ async def learn(url: str, seed: int, releases: int, num_held_out: int, records: 
         chain,
         len(chain) - num_before,
         progress.rollouts,
-        time.monotonic() - started,
     )
 
 
-def write_summary(path: Path, outcome: Outcome, seed: int) -> None:
-    """Write the numbers, as JSON."""
+def write_summary(path: Path, outcome: Outcome, seed: int, seconds: float) -> None:
+    """Write the numbers, as JSON. ``seconds``: of the whole demo, the service's start and end included."""
     before, after = outcome.before, outcome.after
     summary = {
         "method": outcome.method,
@@ -128,7 +125,7 @@ def write_summary(path: Path, outcome: Outcome, seed: int) -> None:
         "interval_after": [after.low, after.high],
         "format_valid_after": after.format_valid,
         "held_out_problems": after.graded,
-        "seconds": round(outcome.seconds, 1),
+        "seconds": round(seconds, 1),
         "releases": outcome.releases,
         "rollouts": outcome.rollouts,
     }
@@ -164,8 +161,7 @@ def go_on(url: str | None, run_dir: Path, records: Path) -> str:
     at = f"--url {url}" if url else f"--reef.run-dir {shlex.quote(short(run_dir))}"
     first = f"releases {SCENARIO} {at}" if url else f"serve -c serve.yaml {at}"
     body = json.dumps({"messages": [{"role": "user", "content": held_out_set(STEPS, 1)[0].text}], "max_tokens": 64})
-    with records.open() as lines:
-        receipt = next(row["receipt"] for row in map(json.loads, lines) if row["receipt"])
+    receipt = informative_receipt(records)
     return "\n".join(
         (
             f"  {reef} {first}",
@@ -174,6 +170,18 @@ def go_on(url: str | None, run_dir: Path, records: Path) -> str:
             f"  {reef} why {receipt} {at}",
         )
     )
+
+
+def informative_receipt(records: Path) -> str:
+    """The first receipt of a group with unlike scores: one that could train."""
+    scores: dict[str, set[float]] = {}
+    first: dict[str, str] = {}
+    with records.open() as lines:
+        for row in map(json.loads, lines):
+            if row["report"]:
+                scores.setdefault(row["group"], set()).add(row["score"])
+                first.setdefault(row["group"], row["receipt"])
+    return next((first[group] for group, seen in scores.items() if len(seen) > 1), next(iter(first.values())))
 
 
 def short(path: Path) -> str:
@@ -209,7 +217,8 @@ def demo(args: argparse.Namespace) -> None:
         outcome = asyncio.run(learn(url, args.seed, args.releases, args.held_out, records))
         print("stopping the service" if not args.url else "done", flush=True)
 
-    write_summary(summary, outcome, args.seed)
+    seconds = time.monotonic() - started
+    write_summary(summary, outcome, args.seed, seconds)
     gain = outcome.after.accuracy - outcome.before.accuracy
     learning_curve(
         plot,
@@ -221,7 +230,7 @@ def demo(args: argparse.Namespace) -> None:
 held-out accuracy, {STEPS}-step problems never trained on, one answer each at temperature 1
   before  {share(outcome.before)}
   after   {share(outcome.after)}
-  {outcome.releases} releases from {outcome.rollouts} graded rollouts; {time.monotonic() - started:.0f} s in all
+  {outcome.releases} releases from {outcome.rollouts} graded rollouts; {seconds:.0f} s in all
 
 the last releases
 {table(outcome.chain)}

@@ -6,9 +6,12 @@
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 
 from reef_harness import Client, FinalGrader, GroupsDriver, Item, finish_on_sigint
+from reef_harness.client import Retry
+from reef_harness.errors import HarnessError
 from reef_harness.progress import ReleaseBar
 
 from recipes.arithmetic.task import train_stream
@@ -22,6 +25,8 @@ async def send(url: str, scenario: str, releases: int, seed: int) -> None:
     problems = (
         Item.from_text(problem.text, problem.text, str(problem.answer)) for problem in train_stream(STEPS, seed)
     )
+    async with Client(url, token=os.environ.get("REEF_API_KEY"), retry=Retry(total_s=0)) as probe:
+        await probe.status()  # a service that is not there is said at once
     async with Client(url, scenario=scenario, token=os.environ.get("REEF_API_KEY")) as client:
         with (
             ReleaseBar(releases) as bar,
@@ -38,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--releases", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the stream of problems")
     arguments = parser.parse_args(argv)
-    asyncio.run(send(arguments.url, arguments.scenario, arguments.releases, arguments.seed))
+    try:
+        asyncio.run(send(arguments.url, arguments.scenario, arguments.releases, arguments.seed))
+    except HarnessError as error:
+        sys.exit(f"no traffic: {error}")
 
 
 if __name__ == "__main__":

@@ -86,6 +86,11 @@ class Ledger:
             raise
         return cls(writing, _sqlite(url, read_only=True), epoch, run_id, max_pending)
 
+    @property
+    def error(self) -> str | None:
+        """Why the last write was refused (full, locked); None while writes succeed."""
+        return self._writer.error
+
     async def write(self, op: Callable[Concatenate[Connection, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `op(connection, *args)` in a group-committed transaction; durable when this returns."""
         return await self._writer.write(lambda connection: op(connection, *args, **kwargs))

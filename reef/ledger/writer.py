@@ -39,9 +39,10 @@ class Writer:
         self._engine = engine
         self._epoch = str(epoch)
         self._queue: queue.Queue[_Write | None] = queue.Queue(maxsize=max_pending)
+        self._closed = False
+        self.error: str | None = None  # why the last commit was refused; None once one succeeds
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
-        self._closed = False
 
     async def write(self, op: Callable[[Connection], T]) -> T:
         """Run `op` in the next transaction and return its result once that is durable.
@@ -90,10 +91,13 @@ class Writer:
                 self._check_epoch(connection)
                 for write in group:
                     _apply(connection, write)
+            self.error = None
         except OwnershipLostError as error:
             _fail(group, error)
         except DBAPIError as error:
-            _fail(group, UnavailableError(f"the ledger cannot be written now: {error.orig}", retry_after_s=1))
+            refused = UnavailableError(f"the ledger cannot be written now: {error.orig}", retry_after_s=1)
+            self.error = refused.message
+            _fail(group, refused)
         except Exception as error:  # noqa: BLE001 - a supervisor: without this thread every later write would hang
             _fail(group, error)
 

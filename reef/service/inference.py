@@ -142,8 +142,12 @@ def _max_tokens(house: House, prompt_ids: Ids, limit: int | None) -> int:
             param="max_tokens",
             code="context_length_exceeded",
         )
-    if int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= house.template.vocab_size:
-        raise BadRequestError(f"prompt: ids must lie in 0..{house.template.vocab_size - 1}", param="prompt")
+    outside = (prompt_ids < 0) | (prompt_ids >= house.template.vocab_size)
+    if outside.any():
+        raise BadRequestError(
+            f"prompt: ids must lie in 0..{house.template.vocab_size - 1}, position {int(outside.argmax())} does not",
+            param="prompt",
+        )
     return limit or room
 
 

@@ -56,6 +56,7 @@ async def status(http: HttpRequest) -> Response:
             "in_flight": house.num_in_flight,
             "scenario": await _queue(house, training) if training is not None else None,
             "training": await _training(house),
+            "ledger": {"error": house.ledger.error},
             "engines": [house.engines.describe()],
             "disk": await run_in_threadpool(house.storage.disk_use) if house.storage is not None else None,
         }

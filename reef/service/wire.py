@@ -176,7 +176,8 @@ class ReportBody(Body):
                 param="reference_scores",
             )
         if len(set(self.references)) != len(self.references):
-            raise BadRequestError("references: a receipt is named twice", param="references")
+            twice = next(item for item in self.references if self.references.count(item) > 1)
+            raise BadRequestError(f"references: receipt {twice} is named twice", param="references")
 
 
 class ScenarioBody(Body):

@@ -205,8 +205,10 @@ def test_a_locked_database_is_503_with_when_to_come_back_and_takes_the_report_af
         other.execute("BEGIN IMMEDIATE")
         refused = recorder.post(REPORT, body)
         assert recorder.get("/healthz").status_code == 200
+        assert "locked" in recorder.status()["ledger"]["error"]
         other.execute("ROLLBACK")
     is_error(refused, 503, code="unavailable", says="locked")
     assert int(refused.headers["retry-after"]) >= 1
     assert recorder.get(f"/reef/reports/{body['agent_record_id']}").status_code == 404
     assert recorder.post(REPORT, body).status_code == 200
+    assert recorder.status()["ledger"]["error"] is None
