@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # processes that import it all
+
 
 @pytest.mark.parametrize(
     ("module", "heavy"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,21 @@ def records(path: Path) -> Iterator[Any]:
 
     data = path.read_bytes()
     at = 7
-    while at < len(data):
+    while at + 7 <= len(data):
         _checksum, length, kind = struct.unpack_from("<IHB", data, at)
         assert kind == 1, "a record over several blocks"
+        if at + 7 + length > len(data):
+            return  # not whole yet
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data[at + 7 : at + 7 + length])
         yield record
         at += 7 + length
+
+
+def rewards(path: Path) -> list[float]:
+    """What was logged as reward_mean, in order."""
+    rows = [record.history.item for record in records(path) if record.HasField("history")]
+    return [float(item.value_json) for row in rows for item in row if "reward_mean" in (item.key, *item.nested_key)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -40,8 +49,9 @@ def test_weights_and_biases_gets_each_release_offline(tmp_path: Path) -> None:
     writing.write(2, {"reward_mean": 0.75})
     writing.close()
     (path,) = (tmp_path / "here").rglob("*.wandb")
-    rows = [record.history.item for record in records(path) if record.HasField("history")]
-    found = [float(item.value_json) for row in rows for item in row if "reward_mean" in (item.key, *item.nested_key)]
+    deadline = time.monotonic() + 20  # its own process writes the file, and may do so after `finish`
+    while (found := rewards(path)) != [0.25, 0.75] and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert found == [0.25, 0.75]
 
 

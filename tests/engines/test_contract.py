@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # a server for all of it
+
 PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for j in range(3 + 5 * i)] for i in range(8)]
 TOLERANCE = 1e-4
 

@@ -21,6 +21,8 @@ from reef.errors import EngineError, LoadFailedError, UnavailableError
 from reef.observe import Metrics
 from reef.types import Probe, Published, Request, Sampling
 
+pytestmark = pytest.mark.slow  # engines and services of its own
+
 PROMPT = [1, 294, 201, 20, 13, 21, 31, 2, 201, 1, 298, 297, 201]
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from recipes.arithmetic.service import ROOT, ServiceFailed, answers, running_service, service_url
 
+pytestmark = pytest.mark.slow  # engines and services of its own
+
 # A stand-in for `reef`: ready at the second question; with a grandchild in a session of its own, as Ray has them.
 STAND_IN = textwrap.dedent("""
     import json, os, pathlib, signal, subprocess, sys, time

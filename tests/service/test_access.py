@@ -9,6 +9,8 @@ import pytest
 
 from reef.cli import main
 
+pytestmark = pytest.mark.slow  # engines and services of its own
+
 TOKEN = "s3cret-token-0123456789"
 ASK = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
 LONG = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 480, "ignore_eos": True}

@@ -139,6 +139,7 @@ def test_the_model_that_is_served_is_listed(recorder) -> None:
     assert isinstance(model["created"], int)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_completes_text_and_says_what_chat_needs(
     make_service, starter, tmp_path, is_error
 ) -> None:
