@@ -11,7 +11,7 @@ demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 test: lint  ## set up, check style, types and floors, run every test
 	$(RUN) pytest
 
-test-fast: $(INSTALLED)  ## the tests that start neither Ray nor a whole service
+test-fast: $(INSTALLED)  ## under two minutes: no Ray, and one shared record-only service
 	$(RUN) pytest -m "not slow and not gpu"
 
 lint: $(INSTALLED)

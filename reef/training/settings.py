@@ -1,6 +1,7 @@
 """From serve.yaml to `Batch.settings`: everything that decides a step, as JSON values, stored with the batch.
 
-A step reads its settings from its batch and nothing else, so that a replay repeats it under a changed serve.yaml.
+A step takes method, optimizer and threads from its batch, so that a replay repeats it under a changed serve.yaml. Layout,
+dtype and seed are the workers' own: where they were changed, the dispatcher refuses the replay and names the setting.
 """
 
 from typing import Any
