@@ -1,7 +1,8 @@
 """From serve.yaml to `Batch.settings`: everything that decides a step, as JSON values, stored with the batch.
 
-A step takes method, optimizer and threads from its batch, so that a replay repeats it under a changed serve.yaml. Layout,
-dtype and seed are the workers' own: where they were changed, the dispatcher refuses the replay and names the setting.
+A step takes method, optimizer and threads from its batch, so that a replay repeats it under a changed serve.yaml.
+Layout, dtype and seed are the workers' own: where they were changed, the dispatcher refuses the replay and names the
+setting.
 """
 
 from typing import Any
