@@ -78,12 +78,13 @@ class Trainer:
             WorkersLostError: they were not ready within `training.ready-timeout`.
         """
         with self._starting:
+            deadline = time.monotonic() + self._config.training.ready_timeout
             connected: Future[None] = Future()
             self._end.clear()
             threading.Thread(target=self._stay_connected, args=(connected,), name="reef-ray", daemon=True).start()
             try:
-                connected.result()
-                self._start_workers()
+                self._await(connected, deadline)
+                self._start_workers(deadline)
             except BaseException:
                 self.stop()
                 raise
@@ -92,7 +93,7 @@ class Trainer:
         """Replace the workers by fresh ones with the base model's weights. Raises what `start` raises."""
         self._end_workers()
         try:
-            self._start_workers()
+            self._start_workers(time.monotonic() + self._config.training.ready_timeout)
         except RayError as error:
             raise self._lost(f"restart: Ray failed: {error}") from error
 
@@ -150,10 +151,28 @@ class Trainer:
         """Go back to a checkpoint; return the optimizer steps done by then.
 
         Raises:
-            LoadFailedError: the checkpoint is not complete.
+            LoadFailedError: it is not complete, damaged, or of another trainer (nothing has moved); or it cannot be
+                read, and the workers' state is undefined until another `restore` or a `reset`.
         """
         steps: int = self._first("restore", directory.absolute())
         return steps
+
+    def load_weights(self, directory: Path) -> None:
+        """Take a release's weights; moments, step count, schedule and random state stay.
+
+        Raises:
+            LoadFailedError: the directory is not a complete release of this model; nothing has moved.
+        """
+        self._call("load_weights", directory.absolute())
+
+    def reset(self) -> None:
+        """Go back to the base model's weights with no step taken, as after `restart` but in the same processes."""
+        self._call("reset")
+
+    def digest(self) -> str:
+        """The sha256 (hex) of all that decides the next step: equal exactly where two trainers are bit-equal."""
+        digest: str = self._first("digest")
+        return digest
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, by rank. Asks nobody."""
@@ -168,6 +187,13 @@ class Trainer:
         else:
             connected.set_result(None)
             self._end.wait()
+
+    def _await(self, connected: "Future[None]", deadline: float) -> None:
+        try:
+            connected.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            limit_s = self._config.training.ready_timeout
+            raise WorkersLostError(f"Ray did not start within training.ready-timeout ({limit_s:g} s)") from None
 
     def _connect(self) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of what is meant here, e.g. of this thread
@@ -197,8 +223,7 @@ class Trainer:
         )
         self._reaper = Reaper(self._temp_dir, descendants(str(self._temp_dir)))
 
-    def _start_workers(self) -> None:
-        deadline = time.monotonic() + self._config.training.ready_timeout
+    def _start_workers(self, deadline: float) -> None:
         bundle: dict[str, float] = {"CPU": 1.0}
         if ray.cluster_resources().get("GPU", 0) >= self._world_size:
             bundle["GPU"] = 1.0

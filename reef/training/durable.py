@@ -21,7 +21,8 @@ def storing(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
-        raise UnavailableError(f"cannot write {target}: {error}", retry_after_s=1) from error
+        reason = str(error).splitlines()[-1]  # torch tells the story of every rank
+        raise UnavailableError(f"cannot write {target}: {reason}", retry_after_s=1) from error
 
 
 def write(path: Path, data: bytes) -> None:

@@ -2,6 +2,8 @@
 
     {release_id, content_id, size_bytes, files: {name: {sha256, size_bytes}}, probe: {ids, logprobs} | null}
 
+A trainer checkpoint has such a file too, COMPLETE: {steps_done, files: {name: {sha256, size_bytes}}}.
+
 Needs only the standard library, so that a service which trains nothing can read releases too.
 """
 
@@ -65,15 +67,8 @@ def read_manifest(directory: Path) -> Published:
     Raises:
         LoadFailedError: the directory is not a complete release.
     """
-    values = _load(directory)
-    for name, entry in values["files"].items():
-        path = directory / name
-        if not path.is_file():
-            raise LoadFailedError(f"release {directory}: {name} is missing")
-        if path.stat().st_size != entry["size_bytes"]:
-            raise LoadFailedError(
-                f"release {directory}: {name} has {path.stat().st_size} bytes, expected {entry['size_bytes']}"
-            )
+    values = _load_release(directory)
+    _check_sizes(f"release {directory}", directory, values["files"])
     probe = values["probe"]
     return Published(
         release_id=values["release_id"],
@@ -91,25 +86,77 @@ def verify(directory: Path) -> Published:
         LoadFailedError: the directory is not a complete release, or a file's bytes are not those that were written.
     """
     published = read_manifest(directory)
-    entries = _load(directory)["files"]
-    for name, entry in entries.items():
-        found = sha256_of(directory / name)
-        if found != entry["sha256"]:
-            raise LoadFailedError(f"release {directory}: {name} has sha256 {found}, expected {entry['sha256']}")
+    entries = _load_release(directory)["files"]
+    _check_bytes(f"release {directory}", directory, entries)
     if content_id({name: entry["sha256"] for name, entry in entries.items()}) != published.content_id:
         raise LoadFailedError(f"release {directory}: {MANIFEST} contradicts itself about its content id")
     return published
 
 
-def _load(directory: Path) -> dict[str, Any]:
-    path = directory / MANIFEST
+def dump_complete(directory: Path, steps_done: int) -> bytes:
+    """The text of COMPLETE for the checkpoint whose other files `directory` holds."""
+    files = {
+        path.name: {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
+        for path in sorted(directory.iterdir())
+    }
+    return json.dumps({"steps_done": steps_done, "files": files}, indent=1).encode()
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Check every byte of a trainer checkpoint against what its COMPLETE says.
+
+    Raises:
+        LoadFailedError: it was never finished, or a file is missing or has other bytes than those that were written.
+    """
+    owner = f"checkpoint {directory}"
+    entries = _load(owner, directory / COMPLETE, {"steps_done", "files"})["files"]
+    _check_sizes(owner, directory, entries)
+    _check_bytes(owner, directory, entries)
+
+
+def _load_release(directory: Path) -> dict[str, Any]:
+    keys = {"release_id", "content_id", "size_bytes", "files", "probe"}
+    return _load(f"release {directory}", directory / MANIFEST, keys)
+
+
+def _load(owner: str, path: Path, keys: set[str]) -> dict[str, Any]:
+    """The file that vouches for the others: `keys`, and in `files` a hash and a size for each."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise LoadFailedError(f"release {directory}: no {MANIFEST}, so it was never finished") from None
+        raise LoadFailedError(f"{owner}: no {path.name}, so it was never finished") from None
     except (OSError, ValueError) as error:
-        raise LoadFailedError(f"release {directory}: cannot read {MANIFEST}: {error}") from None
-    missing = {"release_id", "content_id", "size_bytes", "files", "probe"} - set(values)
-    if missing:
-        raise LoadFailedError(f"release {directory}: {MANIFEST} lacks {', '.join(sorted(missing))}")
-    return dict(values)
+        raise LoadFailedError(f"{owner}: cannot read {path.name}: {error}") from None
+    if not isinstance(values, dict):
+        raise LoadFailedError(f"{owner}: {path.name} holds {values!r:.40}, expected an object")
+    if missing := keys - values.keys():
+        raise LoadFailedError(f"{owner}: {path.name} lacks {', '.join(sorted(missing))}")
+    if not _vouches(values["files"]):
+        raise LoadFailedError(f"{owner}: {path.name} does not give sha256 and size_bytes of each of its files")
+    return values
+
+
+def _vouches(files: Any) -> bool:
+    return isinstance(files, dict) and all(
+        isinstance(entry, dict) and entry.keys() >= {"sha256", "size_bytes"} for entry in files.values()
+    )
+
+
+def _check_sizes(owner: str, directory: Path, entries: Mapping[str, Any]) -> None:
+    for name, entry in entries.items():
+        path = directory / name
+        if not path.is_file():
+            raise LoadFailedError(f"{owner}: {name} is missing")
+        size = path.stat().st_size
+        if size != entry["size_bytes"]:
+            raise LoadFailedError(f"{owner}: {name} has {size} bytes, expected {entry['size_bytes']}")
+
+
+def _check_bytes(owner: str, directory: Path, entries: Mapping[str, Any]) -> None:
+    for name, entry in entries.items():
+        try:
+            found = sha256_of(directory / name)
+        except OSError as error:
+            raise LoadFailedError(f"{owner}: cannot read {name}: {error}") from None
+        if found != entry["sha256"]:
+            raise LoadFailedError(f"{owner}: {name} has sha256 {found}, expected {entry['sha256']}")

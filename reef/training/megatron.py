@@ -46,6 +46,7 @@ def join_ranks(rank: int, world_size: int, layout: Layout, rendezvous: Path, see
     store = torch._C._distributed_c10d.FileStore(str(rendezvous), world_size)
     dist.init_process_group(device.backend(), store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
+    torch.manual_seed(seed)  # Megatron seeds the device alone; checkpoints hold the CPU's random numbers too
     with device.megatron_calls():
         model_parallel_cuda_manual_seed(seed)
 
@@ -73,14 +74,7 @@ def build(architecture: Architecture, layout: Layout, dtype: str, weights: Weigh
             share_embeddings_and_output_weights=architecture.tied,
         )
         first_layer = module.decoder.layers[0].layer_number - 1
-        convert.load(
-            module,
-            architecture,
-            first_layer,
-            weights.read,
-            parallel_state.get_tensor_model_parallel_rank(),
-            layout.tensor,
-        )
+        _read(module, architecture, first_layer, weights)
         module.to(device.current())
         wrapped = module if config.params_dtype is torch.float32 else Float16Module(config, module)
         model = DistributedDataParallel(
@@ -92,6 +86,19 @@ def build(architecture: Architecture, layout: Layout, dtype: str, weights: Weigh
     config.finalize_model_grads_func = _finalize
     config.grad_scale_func = None
     return Policy(architecture, module, model, optimizer, first_layer)
+
+
+def _read(module: Any, architecture: Architecture, first_layer: int, weights: WeightFiles) -> None:
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    convert.load(module, architecture, first_layer, weights.read, rank, size)
+
+
+def load_weights(policy: Policy, weights: WeightFiles) -> None:
+    """Replace this rank's weights, and with them the float32 copies that a bfloat16 optimizer steps; nothing else."""
+    _read(policy.module, policy.architecture, policy.first_layer, weights)
+    with device.megatron_calls():
+        policy.optimizer.reload_model_params()
 
 
 def _layer_spec(config: TransformerConfig) -> Any:
@@ -181,6 +188,15 @@ def set_optimizer_steps(optimizer: Any, steps: int) -> None:
     for part in optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
             state["step"] = torch.tensor(float(steps))
+
+
+def forget_steps(optimizer: Any) -> None:
+    """Back to an optimizer that has taken no step."""
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+    set_optimizer_steps(optimizer, 0)
 
 
 def apply_options(optimizer: Any, options: OptimizerOptions, steps_done: int) -> float:

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+from reef.faults import reach
 from reef.methods.base import Method
 from reef.training import device
 from reef.training.megatron import Policy
@@ -93,6 +94,7 @@ def _score(microbatch: Microbatch, logits_BTV: torch.Tensor) -> tuple[torch.Tens
 def _train_loss(
     method: Method, microbatch: Microbatch, logits_BTV: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    reach("step.microbatch")
     logprobs = token_logprobs(microbatch, logits_BTV)
     mask = microbatch.mask
     losses, values = method.token_loss(logprobs, microbatch.old_logprobs, microbatch.advantages, mask)

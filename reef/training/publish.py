@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save
 
+from reef.faults import reach
 from reef.training import convert, durable, manifest
 from reef.training.megatron import Policy
 from reef.training.weights import WeightFiles
@@ -51,6 +52,7 @@ def publish(
 
     def write(name: str, data: bytes) -> None:
         durable.write(partial / name, data)
+        reach("publish.writing")
         files[name] = (hashlib.sha256(data).hexdigest(), len(data))
 
     for name in sorted(base.metadata):
@@ -70,6 +72,7 @@ def publish(
     )
     durable.write(partial / manifest.MANIFEST, manifest.dump_manifest(published, files))
     durable.finish(partial, target)
+    reach("publish.renamed")
     return published
 
 

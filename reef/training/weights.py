@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from reef.errors import ConfigError
+from reef.errors import ConfigError, LoadFailedError
+from reef.training.manifest import verify
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,6 +23,7 @@ class WeightFiles:
     directory: Path
     files: Mapping[str, str]  # file name by tensor name
     dtypes: Mapping[str, torch.dtype]  # by tensor name
+    shapes: Mapping[str, tuple[int, ...]]  # by tensor name
     metadata: Mapping[str, dict[str, str]]  # each file's own, by file name
 
     def read(self, name: str, split: int | None, rank: int, size: int) -> torch.Tensor:
@@ -52,6 +54,7 @@ def open_weights(model_path: Path) -> WeightFiles:
         raise ConfigError(f"{model_path} holds neither {SINGLE_FILE} nor {INDEX_FILE}", param="inference.model-path")
     files: dict[str, str] = {}
     dtypes: dict[str, torch.dtype] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     metadata: dict[str, dict[str, str]] = {}
     for file_name in names:
         if not (model_path / file_name).is_file():
@@ -59,7 +62,8 @@ def open_weights(model_path: Path) -> WeightFiles:
         with safe_open(model_path / file_name, framework="pt") as file:
             metadata[file_name] = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118 (not a mapping)
-                dtype = file.get_slice(name).get_dtype()
+                view = file.get_slice(name)
+                dtype = view.get_dtype()
                 if dtype not in _DTYPES:
                     raise ConfigError(
                         f"{model_path / file_name}: {name} is {dtype}; Reef trains {', '.join(_DTYPES)}",
@@ -67,4 +71,30 @@ def open_weights(model_path: Path) -> WeightFiles:
                     )
                 files[name] = file_name
                 dtypes[name] = _DTYPES[dtype]
-    return WeightFiles(model_path, files, dtypes, metadata)
+                shapes[name] = tuple(view.get_shape())
+    return WeightFiles(model_path, files, dtypes, shapes, metadata)
+
+
+def open_release(directory: Path, base: WeightFiles) -> WeightFiles:
+    """Find the tensors of a release of the model `base`, and check every byte of it.
+
+    Raises:
+        LoadFailedError: the release is not complete, or not of this model: names the first tensors that differ.
+    """
+    verify(directory)
+    try:
+        found = open_weights(directory)
+    except ConfigError as error:
+        raise LoadFailedError(f"release {directory}: {error}") from None
+    names = found.files.keys() | base.files.keys()
+    differ = sorted(name for name in names if _kind(found, name) != _kind(base, name))
+    if differ:
+        kinds = "; ".join(f"{name} is {_kind(found, name)}, expected {_kind(base, name)}" for name in differ[:3])
+        raise LoadFailedError(f"release {directory} is not of this model: {kinds}")
+    return found
+
+
+def _kind(weights: WeightFiles, name: str) -> str:
+    if name not in weights.files:
+        return "missing"
+    return f"{weights.dtypes[name]} {list(weights.shapes[name])}"

@@ -10,16 +10,19 @@ from megatron.core import parallel_state
 
 from reef.config import Layout, OptimizerOptions
 from reef.errors import ReefError
+from reef.faults import reach
 from reef.methods.base import Method
 from reef.methods.base import build as build_method
 from reef.training import checkpoint, convert, device, durable, megatron
 from reef.training.actor import WorkerSpec
 from reef.training.architecture import check_layout, read_architecture
+from reef.training.digest import digest
 from reef.training.packing import split
 from reef.training.padding import Microbatch, collate, collate_ids
 from reef.training.passes import score_pass, train_pass
 from reef.training.publish import gather, publish
-from reef.training.weights import open_weights
+from reef.training.ranks import from_rank_0
+from reef.training.weights import open_release, open_weights
 from reef.types import Batch, Floats, Ids, Probe, Published, StepResult
 
 PROBE_TOKENS = 32
@@ -49,6 +52,7 @@ class MegatronWorker:
             raise
         self._probe_ids = _probe_ids(architecture.vocab_size)
         self._steps_done = 0
+        self._first_rng = checkpoint.rng_state()
 
     def close(self) -> None:
         """Leave the process groups; the worker is of no use afterwards."""
@@ -75,6 +79,7 @@ class MegatronWorker:
             checkpoint.set_rng_state(rng)
             raise
         self._steps_done += 1
+        reach("step.done")
         finished = time.perf_counter()
         metrics = {
             **passed,
@@ -163,10 +168,29 @@ class MegatronWorker:
         """Go back to a checkpoint; return the optimizer steps done by then.
 
         Raises:
-            LoadFailedError: there is no complete checkpoint.
+            LoadFailedError: as `checkpoint.restore`, on every rank.
         """
         self._steps_done = checkpoint.restore(directory, self._policy)
         return self._steps_done
+
+    def load_weights(self, directory: Path) -> None:
+        """Take a release's weights, as they are in its files. Moments, step count and random state stay.
+
+        Raises:
+            LoadFailedError: the directory is not a complete release of this model, on every rank; nothing has moved.
+        """
+        megatron.load_weights(self._policy, from_rank_0(lambda: open_release(directory, self._weights)))
+
+    def reset(self) -> None:
+        """Go back to what the worker was when it was made: the base model's weights, and no step taken."""
+        megatron.load_weights(self._policy, self._weights)
+        megatron.forget_steps(self._policy.optimizer)
+        checkpoint.set_rng_state(self._first_rng)
+        self._steps_done = 0
+
+    def digest(self) -> str:
+        """The sha256 (hex) of all that decides the next step, over all ranks: see `reef.training.digest`."""
+        return digest(self._policy, self._steps_done)
 
 
 def _probe_ids(vocab_size: int) -> Ids:

@@ -1,15 +1,17 @@
 """A restored trainer goes on as if nothing had happened."""
 
+import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from reef.errors import LoadFailedError, UnavailableError
-from reef.training import checkpoint
+from reef.training.manifest import COMPLETE, check_checkpoint, dump_complete
 from reef.training.worker import MegatronWorker
 from reef.types import Batch
 
@@ -50,14 +52,82 @@ def test_a_checkpoint_before_the_first_step_restores(
 def test_an_unfinished_checkpoint_is_refused_and_the_one_before_it_used(worker: MegatronWorker, tmp_path: Path) -> None:
     worker.save(tmp_path / "good")
     worker.save(tmp_path / "cut")
-    (tmp_path / "cut" / checkpoint.COMPLETE).unlink()  # prime-rl 1712: killed before the marker
-    assert not checkpoint.is_complete(tmp_path / "cut")
-    with pytest.raises(LoadFailedError, match="not a complete checkpoint"):
+    (tmp_path / "cut" / COMPLETE).unlink()  # prime-rl 1712: killed before the marker
+    with pytest.raises(LoadFailedError, match=r"checkpoint .*cut: no COMPLETE, so it was never finished"):
         worker.restore(tmp_path / "cut")
     worker.restore(tmp_path / "good")
     worker.save(tmp_path / "cut")
     worker.restore(tmp_path / "cut")
     assert {path.name for path in tmp_path.iterdir()} == {"good", "cut"}
+
+
+def test_a_checkpoint_vouches_for_each_of_its_bytes(
+    worker: MegatronWorker, make_batch: Callable[..., Batch], tmp_path: Path
+) -> None:
+    worker.save(tmp_path / "one")
+    worker.step(make_batch())
+    before = worker.digest()
+    files = sorted(path for path in (tmp_path / "one").iterdir() if path.name != COMPLETE)
+    assert {".metadata", "__0_0.distcp", "common.pt", "metadata.json"} == {path.name for path in files}
+    for path in files:
+        data = path.read_bytes()
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 1
+        for damage, message in (
+            (bytes(flipped), "has sha256 .*, expected"),
+            (data[:-1], f"has {len(data) - 1} bytes, expected {len(data)}"),
+            (None, "is missing"),
+        ):
+            if damage is None:
+                path.unlink()
+            else:
+                path.write_bytes(damage)
+            with pytest.raises(LoadFailedError, match=rf"checkpoint .*one: {path.name} {message}"):
+                worker.restore(tmp_path / "one")
+            path.write_bytes(data)
+    assert worker.digest() == before
+    worker.restore(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot read COMPLETE"),
+        ("[]", r"COMPLETE holds \[\], expected an object"),
+        ('{"steps_done": 1}', "COMPLETE lacks files"),
+        ('{"steps_done": 1, "files": {"common.pt": 1}}', "does not give sha256 and size_bytes of each"),
+    ],
+)
+def test_a_broken_marker_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / COMPLETE).write_text(text)
+    with pytest.raises(LoadFailedError, match=message):
+        check_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "moved"),
+    [
+        ("common.pt", "{}", False),
+        ("metadata.json", '{"sharded_backend": "torch_dist", "sharded_backend_version": 99}', False),
+        (".metadata", "{}", False),
+        ("__0_0.distcp", "{}", True),
+    ],
+)
+def test_a_checkpoint_that_megatron_cannot_read_is_refused(
+    worker: MegatronWorker, tmp_path: Path, name: str, text: str, moved: bool
+) -> None:
+    worker.reset()
+    before = worker.digest()
+    directory = tmp_path / "old"
+    worker.save(directory)
+    (directory / COMPLETE).unlink()
+    (directory / name).write_text(text)  # as if by another version: whole, and not understood
+    (directory / COMPLETE).write_bytes(dump_complete(directory, 0))
+    with pytest.raises(LoadFailedError, match=r"checkpoint .*old: Megatron cannot read it: ."):
+        worker.restore(directory)
+    assert (worker.digest() != before) == moved
+    worker.reset()
+    assert worker.digest() == before
 
 
 def test_a_save_is_quick_and_starts_no_process(worker: MegatronWorker, tmp_path: Path) -> None:
@@ -84,3 +154,29 @@ def test_a_disk_that_refuses_leaves_the_worker_as_it_was(worker: MegatronWorker,
     published = worker.publish("r1", blocked / "weights")
     assert published is not None
     assert published.probe == before
+
+
+def test_a_full_disk_leaves_the_worker_as_it_was(worker: MegatronWorker, tmp_path: Path) -> None:
+    worker.save(tmp_path / "good")
+    before = worker.digest()
+    for write in (worker.save, lambda path: worker.publish(path.name, path.parent)):
+        with (
+            no_file_longer_than(100),
+            pytest.raises(UnavailableError, match=r"cannot write .*next: .*File too large"),
+        ):
+            write(tmp_path / "next")
+    assert worker.digest() == before
+    assert not (tmp_path / "next").exists()
+    worker.restore(tmp_path / "good")
+    worker.save(tmp_path / "next")
+    worker.restore(tmp_path / "next")
+
+
+@contextmanager
+def no_file_longer_than(size_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -51,12 +51,9 @@ def trainer(config: Config, make_model: Callable[..., Path]) -> Iterator[Trainer
 
 
 @pytest.fixture(autouse=True)
-def base_weights(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> None:
+def base_weights(trainer: Trainer) -> None:
     """Each test begins with living workers and the base model's weights."""
-    base = tmp_path_factory.getbasetemp() / "cluster-base"
-    if not base.exists():
-        trainer.save(base)
-    trainer.restore(base)
+    trainer.reset()
 
 
 def slow_batch(make_batch: MakeBatch) -> Batch:
@@ -83,8 +80,22 @@ def test_a_step_a_release_and_a_checkpoint(
     trainer.step(batch)
     assert trainer.restore(tmp_path / "one") == 1
     assert trainer.publish("again", tmp_path).content_id == published.content_id
-    with pytest.raises(LoadFailedError, match="not a complete checkpoint"):
+    with pytest.raises(LoadFailedError, match="nowhere: no COMPLETE"):
         trainer.restore(tmp_path / "nowhere")
+    with pytest.raises(LoadFailedError, match=r"nowhere: no manifest\.json"):
+        trainer.load_weights(tmp_path / "nowhere")
+
+
+def test_the_way_back_needs_no_new_process(trainer: Trainer, make_batch: MakeBatch, tmp_path: Path) -> None:
+    pids, new = trainer.worker_pids(), trainer.digest()
+    trainer.step(make_batch(seed=1))
+    first = trainer.publish("a", tmp_path)
+    trainer.step(make_batch(seed=2))
+    trainer.load_weights(tmp_path / "a")
+    assert trainer.publish("again", tmp_path).content_id == first.content_id
+    assert trainer.digest() != new
+    trainer.reset()
+    assert (trainer.worker_pids(), trainer.digest()) == (pids, new)
 
 
 def test_a_refused_step_leaves_the_workers_alive(trainer: Trainer, make_batch: MakeBatch) -> None:
@@ -106,8 +117,10 @@ def test_a_killed_worker_is_reported_and_replaced(trainer: Trainer, make_batch: 
     trainer.restore(tmp_path / "one")
     (pid,) = trainer.worker_pids()
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    started = time.monotonic()
     with pytest.raises(WorkersLostError, match=r"step: rank 0 died; .* logs: .*trainer-\*\.log"):
         trainer.step(slow_batch(make_batch))
+    assert time.monotonic() - started < 5  # the step itself may take 30 s
     with pytest.raises(WorkersLostError, match="no training workers"):
         trainer.step(batch)
     trainer.restart()
@@ -136,6 +149,17 @@ def test_a_fault_in_a_worker_ends_the_workers(trainer: Trainer, make_batch: Make
     beyond = replace(batch.samples[0], tokens=batch.samples[0].tokens + 10_000)
     with pytest.raises(WorkersLostError, match="step of rank 0 failed: IndexError"):
         trainer.step(replace(batch, samples=(beyond, *batch.samples[1:])))
+    trainer.restart()
+    assert trainer.step(batch).step == 1
+
+
+def test_a_worker_without_memory_ends_the_workers(trainer: Trainer, make_batch: MakeBatch) -> None:
+    batch, (pid,) = make_batch(), trainer.worker_pids()
+    worker = psutil.Process(pid)
+    worker.rlimit(psutil.RLIMIT_AS, (worker.memory_info().vms + 64 * 2**20,) * 2)
+    long = replace(batch, samples=batch.samples * 500, microbatches=(tuple(range(4000)),))  # 37 MB of logits, often
+    with pytest.raises(WorkersLostError, match=r"step of rank 0 failed: .*memory.* logs: .*trainer-\*\.log"):
+        trainer.step(long)
     trainer.restart()
     assert trainer.step(batch).step == 1
 

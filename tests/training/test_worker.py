@@ -1,6 +1,6 @@
 """One rank in this process against a plain PyTorch step of the same model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from reef.config import OptimizerOptions
 from reef.errors import StepFailedError
 from reef.methods.base import build
-from reef.training import checkpoint, passes
+from reef.training import passes
 from reef.training.worker import MegatronWorker
 from reef.types import Batch, Sample
 
@@ -24,13 +24,9 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
-def base_weights(worker: MegatronWorker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def base_weights(worker: MegatronWorker) -> None:
     """Each test begins with the base model's weights and no moments."""
-    base = tmp_path_factory.getbasetemp() / "base-checkpoint"
-    if not checkpoint.is_complete(base):
-        worker.save(base)
-    worker.restore(base)
-    yield
+    worker.reset()
 
 
 def weights(worker: MegatronWorker, tmp_path: Path) -> dict[str, torch.Tensor]:
