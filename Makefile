@@ -3,16 +3,20 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python -m
 INSTALLED = .venv/.installed
 
-.PHONY: demo test test-fast lint bench install clean
+.PHONY: demo test test-fast soak lint bench bench-ledger install postgres clean
 
 demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 	$(RUN) recipes.arithmetic.demo
 
-test: lint  ## set up, check style, types and floors, run every test
+test: lint postgres  ## set up, check style, types and floors, run every test
 	$(RUN) pytest
 
 test-fast: $(INSTALLED)  ## under two minutes: no Ray, and one shared record-only service
 	$(RUN) pytest -m "not slow and not gpu"
+
+soak: $(INSTALLED)  ## for hours: kill -9 of everybody at every point, then 200 times at random; nothing is lost or done twice
+	REEF_CRASH=all $(RUN) pytest -s tests/crash/test_matrix.py -k any_point
+	$(RUN) tests.crash.soak --kills 200
 
 lint: $(INSTALLED)
 	$(RUN) ruff check .
@@ -20,10 +24,19 @@ lint: $(INSTALLED)
 	$(RUN) mypy
 	.venv/bin/lint-imports
 
+bench-ledger: $(INSTALLED)  ## a ledger of a million receipts beside one of a thousand
+	$(RUN) benchmarks.ledger
+
 bench: $(INSTALLED)  ## every figure in docs/performance.md, each beside its reference
 	$(RUN) benchmarks
 
 install: $(INSTALLED)
+
+postgres:  ## the server that tests of a shared ledger start; where it cannot be installed they are skipped
+	@ls /usr/lib/postgresql/*/bin/postgres > /dev/null 2>&1 \
+	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq \
+	     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } \
+	|| echo "PostgreSQL is not installed (Debian: apt-get install postgresql): its tests are skipped"
 
 $(INSTALLED): pyproject.toml harness/pyproject.toml constraints.txt
 	"$(PYTHON)" -c 'import sys; sys.exit("Reef needs Python 3.11 or 3.12, found " + sys.version) if sys.version_info[:2] not in ((3, 11), (3, 12)) else None'

@@ -9,8 +9,8 @@ from benchmarks.common import RESULTS, ROOT
 PAGE = ROOT / "docs" / "performance.md"
 HEAD = """# Performance
 
-Written by `make bench` (about eight minutes, on an otherwise idle machine); do not edit. Every figure stands beside its
-reference from the same run. Machine: {machine}.
+Written by `make bench` (about a quarter of an hour, on an otherwise idle machine); do not edit. Every figure stands
+beside its reference from the same run. Machine: {machine}.
 """
 
 
@@ -115,10 +115,31 @@ def step() -> str:
     )
 
 
+def ledger() -> str:
+    found = read("ledger")
+    small, large = (f"{size:,}" for size in found["receipts"])
+    disk = found["disk"]
+    lines = [
+        (name, *(f"{value:.3f}" for value in values), f"{found['ratio'][name]:.2f}")
+        for name, values in found["median_ms"].items()
+    ]
+    return (
+        f"\n## The ledger\n\nMedian milliseconds with {small} receipts and with {large}; as many reports\n"
+        "wait in both, and the answers are as long. The two take turns (`make bench-ledger`).\n\n"
+        + rows(["Question", f"{small} receipts, ms", f"{large} receipts, ms", "Ratio"], lines)
+        + f"\nA sampled token takes {disk['bytes_per_sampled_token']:.0f} bytes, for id and log-probability;\n"
+        f"one of a prompt 4, shared by its {found['choices']} choices. With all else, indices included, the file has\n"
+        f"{disk['file_bytes_per_token']:.0f} bytes a token, {disk['file_bytes_per_receipt']:.0f} a receipt of "
+        f"{found['output_tokens']} sampled tokens with its report and its place in\n"
+        f"a batch. `reef doctor --ledger` reads the larger one in {found['audit_s'][-1]:.0f} s.\n"
+    )
+
+
 def main() -> None:
     machine = read("loop")["machine"]
     text = f"{machine['cores']} cores, no GPU, {machine['platform']}, Python {machine['python']}"
-    PAGE.write_text(HEAD.format(machine=text) + demo() + loop() + gateway() + engine() + step(), encoding="utf-8")
+    parts = (demo, loop, gateway, ledger, engine, step)
+    PAGE.write_text(HEAD.format(machine=text) + "".join(part() for part in parts), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from reef.config import Config, Section
 
@@ -62,11 +61,13 @@ def _type(annotation: object) -> str:
         return "path"
     if typing.get_origin(annotation) is dict:
         return "mapping"
+    if typing.get_origin(annotation) is list:
+        return "list"
     return {"str": "text", "int": "whole number", "float": "number", "bool": "true / false"}[annotation.__name__]  # type: ignore[attr-defined]
 
 
 def _default(field: FieldInfo) -> str:
-    default = {} if field.default is PydanticUndefined else field.default
+    default = field.get_default(call_default_factory=True)
     if default is None:
         return "none"
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from reef.config import Config
 from reef.engines.host import flags
-from reef.errors import ConfigError
+from reef.errors import ConfigError, LoadFailedError
+from reef.types import Operation
 
 # Arguments of the engine's server that Reef sets, and the setting that decides each.
 MANAGED = {
@@ -81,6 +82,63 @@ def dry_run(config: Config) -> list[str]:
     lines.append(f"storage   {config.ledger_url}, releases in {config.releases_dir}")
     lines.append(f"service   http://{config.reef.host}:{config.reef.port}, run directory {config.reef.run_dir}")
     return lines
+
+
+def ledger(config: Config, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
+    """Check the whole ledger, and the directories that it names, beside a running service too. The number of findings.
+
+    Raises:
+        ConfigError, LedgerError: there is no ledger to check, or it is one of another version.
+    """
+    from reef.ledger.audit import audit, counts
+    from reef.ledger.reading import open_reading
+
+    num_found = 0
+    with open_reading(config.ledger_url) as connection:
+        for finding in audit(connection, progress):
+            say(str(finding))
+            num_found += 1
+        rows = counts(connection)
+    faults, left = _directories(config)
+    if faults:  # a running service prunes: what the ledger does not name by now may be gone
+        faults = faults & _directories(config)[0]
+    for fault in sorted(faults):
+        say(fault)
+    for path in left:
+        say(f"left over {path}: no release names it; the next start removes it")
+    num_found += len(faults)
+    say(f"{', '.join(f'{count} {name}' for name, count in rows.items())}: {num_found} findings")
+    return num_found
+
+
+def _directories(config: Config) -> tuple[set[str], list[Path]]:
+    """What is wrong with the releases and checkpoints that the ledger names, and those that it does not name."""
+    from reef.ledger import releases, scenarios
+    from reef.ledger.reading import open_reading, run_id_of
+    from reef.storage import left_overs, whole
+    from reef.training.manifest import COMPLETE
+
+    with open_reading(config.ledger_url) as connection:
+        run_id, scenario = run_id_of(connection), scenarios.training(connection)
+        restorable = releases.restorable(connection, scenario) if scenario else []
+        checkpoints = releases.checkpoints(connection, scenario) if scenario else []
+    faults = set()
+    for release in restorable:
+        try:
+            if release.operation is not Operation.BASE:  # that is the model as it came, checked at every start
+                whole(config.releases_dir, release)
+        except LoadFailedError as error:
+            faults.add(f"release {release.id}: {error.message}")
+    for release in checkpoints:
+        if not (config.checkpoints_dir / release.id / COMPLETE).is_file():
+            faults.add(f"checkpoint {release.id}: no {COMPLETE} in {config.checkpoints_dir / release.id}")
+    left = [
+        path
+        for parent, named in ((config.releases_dir, restorable), (config.checkpoints_dir, checkpoints))
+        if parent.is_dir()
+        for path in left_overs(parent, run_id, named)
+    ]
+    return faults, left
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:

@@ -2,7 +2,10 @@
 
 reef serve -c serve.yaml [--section.key VALUE ...] [--dry-run | --print-config]
 reef status | releases [SCENARIO] | why RECEIPT_OR_REPORT      ask a running service
-reef doctor                                                    what this machine has, and what is missing
+reef rollback RELEASE | promote RELEASE [--force]              move its chain
+reef replay [SCENARIO] [--to RELEASE]                          make a release again from the ledger
+reef doctor [--ledger]                                         what this machine has, and what is missing; or what is
+                                                               wrong in the ledger, beside a running service too
 """
 
 import argparse
@@ -25,6 +28,28 @@ from reef.errors import ConfigError, NotFoundError, ReefError, UnavailableError
 
 DEFAULT_FILE = Path("serve.yaml")
 TIMEOUT_S = 30
+# What `reef why` says of each event that `reef/ledger/story.py` tells.
+EVENTS = {
+    "written": "receipt {receipt_id} written, {tokens} tokens from {releases}, {exact}",
+    "claimed": "report {report_id} accepted with score {score}, claims {receipts}",
+    "recorded": "report {report_id} with score {score} recorded, not to be trained",
+    "pending": "report {report_id} pending, complete for the next batch",
+    "waiting": "report {report_id} waiting",
+    "reserved": "report {report_id} reserved in batch {batch_id}",
+    "attempt_failed": "attempt {attempt} of batch {batch_id} failed",
+    "aborted": "batch {batch_id} given up, report {report_id} pending again",
+    "step_failed": "attempt {attempt} of batch {batch_id} failed, report {report_id} dropped",
+    "dropped": "report {report_id} dropped",
+    "trained": "report {report_id} trained in step {step}, released as {release_id}",
+    "held": "release {release_id} held",
+    "released": "release {release_id} released",
+    "rejected": "release {release_id} rejected",
+    "quarantined": "release {release_id} quarantined",
+    "verified": "release {release_id} loaded and verified",
+    "rolled_away": "release {release_id} left by {operation} {by}",
+    "brought_back": "release {release_id} brought back by {operation} {by}",
+    "deleted": "content of receipt {receipt_id} deleted",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         ("status", _status, "What a running service is doing."),
         ("releases", _releases, "The release chain of a scenario, newest first."),
         ("why", _why, "The story of a receipt or a report."),
+        ("rollback", _rollback, "Weights, trainer and queue back to an earlier release."),
+        ("promote", _promote, "Serve a release that is held, quarantined, or was left behind."),
     ):
         ask = command(name, run, text)
         ask.add_argument("--url", help="the service (default: the one of the configured run directory)")
@@ -75,7 +102,17 @@ def _parser() -> argparse.ArgumentParser:
             ask.add_argument("--limit", type=int, default=20)
         if name == "why":
             ask.add_argument("id", help="a receipt (rcp_...) or a report")
-    command("doctor", _doctor, "Check this machine and the configuration.")
+        if name in ("rollback", "promote"):
+            ask.add_argument("release", help="the release's id, as `reef releases` shows it")
+            ask.add_argument("--scenario", help="default: the one that trains")
+        if name == "promote":
+            ask.add_argument("--force", action="store_true", help="though it was rejected by the gate")
+    replay = command("replay", _replay, "Make a release again from the ledger and compare it with what was published.")
+    replay.add_argument("scenario", nargs="?", help="default: the one that trains")
+    replay.add_argument("--to", metavar="RELEASE", help="default: the head of the chain")
+    replay.add_argument("--directory", type=Path, help="where to work; default: RUN-DIR-replay/RELEASE")
+    doctor = command("doctor", _doctor, "Check this machine and the configuration, or the ledger.")
+    doctor.add_argument("--ledger", action="store_true", help="check the whole ledger and what it names on disk")
     return parser
 
 
@@ -96,12 +133,26 @@ def _serve(arguments: argparse.Namespace, config: Config) -> int:
     return uvloop.run(serve(config, lambda text: print(f"reef: {text}", flush=True)))
 
 
-def _doctor(_arguments: argparse.Namespace, config: Config) -> int:
+def _doctor(arguments: argparse.Namespace, config: Config) -> int:
     from reef import checks
 
+    if arguments.ledger:
+        return 1 if checks.ledger(config, _say, _progress) else 0
     print("\n".join(checks.machine()))
     print("\n".join(checks.dry_run(config)))
     return 0
+
+
+def _say(text: str) -> None:
+    """A line of the answer, in place of the progress where that is shown."""
+    _progress("")
+    print(text, flush=True)
+
+
+def _progress(text: str) -> None:
+    """How far it is, for who watches: on one line of a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _status(arguments: argparse.Namespace, config: Config) -> int:
@@ -118,12 +169,23 @@ def _status(arguments: argparse.Namespace, config: Config) -> int:
         )
     if training is not None:
         print(f"trainer   {training['phase']}")
+        if held := training["held"]:
+            waits_for = ", ".join(held["missing"]) or "its verdict"
+            print(f"held      {held['release_id']}, waiting for {waits_for}")
     for engine in status["engines"]:
         served = engine["release_id"] or "no release"
-        print(f"engine    {engine['state']}, serves {served}, {engine['in_flight']} in flight")
+        name = "candidate" if engine["role"] == "candidate" else "engine"
+        print(f"{name:<10}{engine['state']}, serves {served}, {engine['in_flight']} in flight")
     for error in filter(
         None,
-        (status["failure"], status["ledger"]["error"], training and training["error"], training and training["paused"]),
+        (
+            status["failure"],
+            status["ledger"]["error"],
+            training and training["error"],
+            training and training["paused"],
+            training and training["held"] and training["held"]["error"],
+            *(engine["error"] for engine in status["engines"]),
+        ),
     ):
         print(f"error     {error}")
     return 0
@@ -144,9 +206,25 @@ def _releases(arguments: argparse.Namespace, config: Config) -> int:
             f"{'*' if release['current'] else ' '} {release['release_id']:<14} {release['step']:>5} "
             f"{release['operation']:<9} {_figure(metrics.get('reward_mean'), '.3f'):>7} "
             f"{_figure(metrics.get('train_rollout_logprob_abs_diff'), '.1e'):>9} "
-            f"{_figure(metrics.get('num_samples'), '.0f'):>7}  {created}"
+            f"{_figure(metrics.get('num_samples'), '.0f'):>7}  {created}{_notes(release)}"
         )
     return 0
+
+
+def _notes(release: dict[str, Any]) -> str:
+    """What is unusual about a release."""
+    notes = []
+    if release["source_release_id"]:
+        notes.append(f"repeats {release['source_release_id']}")
+    if release["state"] != "released":
+        notes.append(f"{release['state']}: {release['reason']}" if release["reason"] else release["state"])
+    elif release["reason"]:
+        notes.append(release["reason"])
+    if release["replay_diverged"]:
+        notes.append("replay diverged")
+    if release["num_deleted"]:
+        notes.append(f"{release['num_deleted']} of its samples were deleted")
+    return f"  {'; '.join(notes)}" if notes else ""
 
 
 def _why(arguments: argparse.Namespace, config: Config) -> int:
@@ -160,22 +238,47 @@ def _why(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.json:
         print(json.dumps({"receipt": receipt, "reports": stories}, indent=2))
         return 0
-    if receipt is not None:
-        spans = ", ".join(f"{span['release_id']} [{span['start']}, {span['end']})" for span in receipt["spans"])
-        exact = "exact" if receipt["exact"] else f"not exact ({receipt['inexact_reason']})"
-        print(f"receipt {receipt['agent_record_id']}: {len(receipt['token_ids'])} tokens from {spans}, {exact}")
-        if not stories:
-            print("no report references it")
-    for story in stories:
-        print(f"report {story['agent_record_id']}: score {story['score']}, {_fate(story)}")
+    for event in (receipt or stories[0])["history"]:
+        print(_told(event))
+    if not stories:
+        print("no report references it")
     return 0
 
 
-def _fate(story: dict[str, Any]) -> str:
-    if story["state"] == "trained":
-        return f"trained in step {story['step']}, release {story['release_id']}"
-    reason = f": {story['reason']}" if story["reason"] else ""
-    return f"{story['state']}{reason}"
+def _told(event: dict[str, Any]) -> str:
+    """One event of a story as one line: when (local time; blank where nobody knows), what, why."""
+    at = "" if event["at"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at"]))
+    details = {name: ", ".join(value) if isinstance(value, list) else value for name, value in event.items()}
+    details["exact"] = "exact" if event.get("exact") else "not exact"
+    why = event.get("reason") or event.get("error")
+    return f"{at:<19}  {EVENTS[event['event']].format_map(details)}{f': {why}' if why else ''}"
+
+
+def _rollback(arguments: argparse.Namespace, config: Config) -> int:
+    return _move(arguments, config, "rollback", {"release_id": arguments.release})
+
+
+def _promote(arguments: argparse.Namespace, config: Config) -> int:
+    return _move(arguments, config, "promote", {"release_id": arguments.release, "force": arguments.force})
+
+
+def _move(arguments: argparse.Namespace, config: Config, how: str, body: dict[str, Any]) -> int:
+    url = _url(arguments, config)
+    name = arguments.scenario or _training_scenario(url, config)
+    release = _ask(url, f"/reef/scenarios/{quote(name, safe='')}/{how}", config, body, timeout_s=None)
+    if arguments.json:
+        print(json.dumps(release, indent=2))
+        return 0
+    print(f"head is {release['release_id']} ({release['operation']}), step {release['step']}, {release['state']}")
+    return 0
+
+
+def _replay(arguments: argparse.Namespace, config: Config) -> int:
+    from reef import replay
+
+    return replay.run(
+        config, arguments.scenario, arguments.to, arguments.directory, lambda text: print(text, flush=True)
+    )
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -202,14 +305,22 @@ def _url(arguments: argparse.Namespace, config: Config) -> str:
 
 
 def _get(url: str, path: str, config: Config) -> Any:
-    headers = {}
+    return _ask(url, path, config)
+
+
+def _ask(
+    url: str, path: str, config: Config, body: dict[str, Any] | None = None, timeout_s: float | None = TIMEOUT_S
+) -> Any:
+    """The JSON answer to a GET, or to a POST where there is a body."""
+    headers = {"content-type": "application/json"}
     if config.reef.token is not None:
         headers["authorization"] = f"Bearer {config.reef.token.get_secret_value()}"
     elif key := os.environ.get("REEF_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url + path, headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        request = urllib.request.Request(url + path, data, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise (NotFoundError if error.code == 404 else ReefError)(_message(error, url)) from None

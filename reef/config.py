@@ -71,13 +71,14 @@ class ReefSection(Section):
 
 
 class InferenceSection(Section):
-    """The engine: which model it serves, how long requests to it may take, and how releases are loaded.
+    """The engines: which model they serve, how long requests may take, and how releases are loaded.
 
-    Refuses a url that is not plain http or https, or that has a user, a password or a query.
+    Refuses a url that is not plain http or https, or that has a user, a password or a query; several replicas with one.
     """
 
     backend: Literal["embedded"] = Field("embedded", description="The server Reef starts when no url is given.")
     url: str | None = Field(None, description="Attach to a running engine, e.g. http://127.0.0.1:30000.")
+    replicas: int = Field(1, ge=1, description="Engines that Reef starts, each with the whole model; 1 with a url.")
     model_path: Path = Field(
         Path("recipes/arithmetic/starter"), description="Hugging Face model directory of the base."
     )
@@ -96,9 +97,11 @@ class InferenceSection(Section):
     max_restarts: int = Field(5, ge=0, description="Restarts of a dead engine in a row before Reef gives up on it.")
 
     @model_validator(mode="after")
-    def _plain_url(self) -> "InferenceSection":
+    def _one_plain_url(self) -> "InferenceSection":
         if self.url is not None and not _ENGINE_URL.fullmatch(self.url):
             raise ValueError("inference.url: expected http://HOST:PORT (https too), without user, password or query")
+        if self.url is not None and self.replicas > 1:
+            raise ValueError(f"inference.replicas is {self.replicas}: Reef starts none where inference.url names one")
         return self
 
 
@@ -184,6 +187,9 @@ class TrainingSection(Section):
     threads: int = Field(1, ge=1, description="CPU threads per worker.")
     micro_batch_tokens: int = Field(4096, gt=0, description="Padded tokens per microbatch.")
     checkpoint_every: int = Field(10, ge=1, description="Releases between trainer checkpoints.")
+    max_replay_s: float = Field(
+        300, gt=0, description="Seconds of steps that a crash may cost: a checkpoint is written before it is more."
+    )
     step_timeout_s: float = Field(600, gt=0, description="Seconds a step may take before the workers count as lost.")
     ready_timeout: float = Field(180, gt=0, description="Seconds that Ray and the workers may take to start.")
 
@@ -191,10 +197,70 @@ class TrainingSection(Section):
 class StorageSection(Section):
     """Where the ledger and the weights lie, and how much stays on disk."""
 
-    url: str | None = Field(None, description="SQLAlchemy URL of the ledger; none: SQLite in the run directory.")
+    url: str | None = Field(
+        None, description="sqlite:///PATH or postgresql+psycopg://...; none: SQLite in the run directory."
+    )
+    lease_timeout_s: float = Field(
+        10, ge=1, description="PostgreSQL: seconds after which a service that does not answer is replaced as the owner."
+    )
     releases_dir: Path | None = Field(None, description="Where weights are published; none: RUN-DIR/releases.")
     keep: int = Field(8, ge=1, description="Releases whose weights stay on disk (the head and checkpoints' always do).")
     keep_checkpoints: int = Field(2, ge=1, description="Trainer checkpoints that stay on disk.")
+    retention_days: float | None = Field(
+        None, gt=0, description="Days after which a receipt's text, ids and log-probabilities go; none: they stay."
+    )
+    max_ledger_bytes: int | None = Field(
+        None, gt=0, description="Over it, those of the oldest receipts go, however young; none: no limit."
+    )
+
+
+class Threshold(Section):
+    """What a held-out result must reach: `min` is compared with the lower end of its interval, `max` with the upper."""
+
+    min: float | None = Field(None, description="At least this much.")
+    max: float | None = Field(None, description="At most this much.")
+
+    @model_validator(mode="after")
+    def _some_bound(self) -> "Threshold":
+        if self.min is None and self.max is None:
+            raise ValueError("evaluation.gate: each threshold needs min or max (or both)")
+        return self
+
+
+class CanarySection(Section):
+    """Traffic that a held release answers, to compare it with the one that is served."""
+
+    share: float = Field(0.0, ge=0, le=1, description="Share of requests that a held release answers.")
+    min_reports: int = Field(64, ge=2, description="Scored reports on each side before they are compared.")
+
+
+class EvaluationSection(Section):
+    """The gate: a release is held, and training waits, until its held-out results pass every threshold.
+
+    Refuses a canary without the threshold `canary`, that threshold without a canary, and a command without a gate.
+    """
+
+    gate: dict[str, Threshold] = Field(
+        default_factory=dict,
+        description="Thresholds by metric, e.g. {accuracy: {min: 0.5}, invalid-rate: {max: 0.05}}; none: no gate.",
+    )
+    command: list[str] = Field(
+        default_factory=list,
+        description="Run for each held release, with REEF_URL, REEF_SCENARIO, REEF_RELEASE set; prints a JSON result.",
+    )
+    command_timeout_s: float = Field(3600, gt=0, description="Seconds that the command may take.")
+    canary: CanarySection = Field(default_factory=lambda: CanarySection(), description="Compare on live traffic.")
+
+    @model_validator(mode="after")
+    def _gate_has_a_use(self) -> "EvaluationSection":
+        if (self.canary.share > 0) != ("canary" in self.gate):
+            raise ValueError(
+                "evaluation.canary.share and evaluation.gate.canary belong together: a canary decides nothing without "
+                "its threshold, e.g. evaluation.gate.canary: {min: -0.05}, and that threshold needs a share above 0"
+            )
+        if self.command and not self.gate:
+            raise ValueError("evaluation.command: without evaluation.gate no release is held, so it would never run")
+        return self
 
 
 class WandbSection(Section):
@@ -219,9 +285,21 @@ class Config(Section):
     recipe: RecipeSection = Field(default_factory=lambda: RecipeSection(), description="What trains, and how.")
     training: TrainingSection = Field(default_factory=lambda: TrainingSection(), description="The trainer.")
     storage: StorageSection = Field(default_factory=lambda: StorageSection(), description="The ledger and the weights.")
+    evaluation: EvaluationSection = Field(
+        default_factory=lambda: EvaluationSection(), description="What a release must show before it is served."
+    )
     observability: ObservabilitySection = Field(
         default_factory=lambda: ObservabilitySection(), description="Metrics that leave the service."
     )
+
+    @model_validator(mode="after")
+    def _candidates_have_an_engine(self) -> "Config":
+        if self.evaluation.gate and self.inference.url is not None:
+            raise ValueError(
+                "evaluation.gate: a held release is answered by an engine of its own, which Reef must start: "
+                "leave inference.url out"
+            )
+        return self
 
     @property
     def ledger_url(self) -> str:

@@ -59,6 +59,20 @@ class ConflictError(ReefError):
     code = "conflict"
 
 
+class CheckpointNeededError(ConflictError):
+    """Receipts cannot be deleted yet: after a crash, releases trained on them would have to be trained again."""
+
+    code = "checkpoint_needed"
+
+
+class GoneError(ReefError):
+    """It was here, and was deleted."""
+
+    status = 410
+    type = "gone_error"
+    code = "receipt_deleted"
+
+
 class TooLargeError(ReefError):
     """The body is over `reef.max-body-bytes`."""
 
@@ -101,6 +115,16 @@ class LedgerError(ReefError):
     """The ledger cannot be used as it is (newer schema, another owner, a broken row)."""
 
     code = "ledger"
+
+
+class DamagedError(LedgerError):
+    """What a receipt holds is not what was recorded; `receipt_id` names it."""
+
+    code = "receipt_damaged"
+
+    def __init__(self, receipt_id: str, what: str) -> None:
+        super().__init__(f"receipt {receipt_id} is damaged ({what}): run `reef doctor --ledger`")
+        self.receipt_id = receipt_id
 
 
 class OwnershipLostError(LedgerError):

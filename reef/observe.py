@@ -42,6 +42,9 @@ class Metrics:
         )
         self.sampled_tokens = Counter("reef_sampled_tokens", "Tokens recorded in receipts", registry=registry)
         self.receipts = Counter("reef_receipts", "Receipts stored", registry=registry)
+        self.deleted = Counter(
+            "reef_receipts_deleted", "Receipts whose content was deleted, by why", ["reason"], registry=registry
+        )
         self.reports = Counter("reef_reports", "Reports accepted, by their first state", ["state"], registry=registry)
         self.drops = Counter(
             "reef_dropped_reports",

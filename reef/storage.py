@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from reef.config import Config
@@ -18,7 +19,7 @@ from reef.errors import LoadFailedError
 from reef.ledger import releases
 from reef.ledger.ledger import Ledger
 from reef.observe import log
-from reef.training.manifest import COMPLETE, read_manifest, verify
+from reef.training.manifest import read_manifest, verify
 from reef.types import Operation, Probe, Published, Release
 
 
@@ -41,8 +42,13 @@ class Storage:
         return release_id(self._ledger, number)
 
     def checkpoint_path(self, release_id: str) -> Path:
-        """Where a release's trainer checkpoint lies, if it has one."""
+        """Where a release's trainer checkpoint is written."""
         return self._checkpoints / release_id
+
+    def checkpoint_of(self, release: Release) -> Path:
+        """Where this run directory has it now; else where the service that wrote it did."""
+        here = self.checkpoint_path(release.id)
+        return here if here.is_dir() or release.checkpoint is None else Path(release.checkpoint)
 
     def set_base_probe(self, probe: Probe) -> None:
         """What the trainer says of the base, once it has started: the engine must agree."""
@@ -74,33 +80,32 @@ class Storage:
         """
         if release.operation is Operation.BASE:
             return self.base
-        found = read_manifest(self._weights(release))
-        if (found.release_id, found.content_id) != (release.id, release.content_id):
-            raise LoadFailedError(
-                f"{found.path} holds {found.release_id} with {found.content_id}, "
-                f"the ledger names {release.id} with {release.content_id}"
-            )
-        return found
+        return whole(self.releases_dir, release)
 
     def check_bytes(self, release: Release) -> None:
         """Read every file of a release against its manifest. Blocks. Raises LoadFailedError."""
         if release.operation is not Operation.BASE:
-            verify(self._weights(release))
-
-    async def newest_checkpoint(self, scenario: str) -> Release | None:
-        """The newest release whose checkpoint is complete on disk."""
-        for release in await self._ledger.read(releases.checkpoints, scenario):
-            if (self.checkpoint_path(release.id) / COMPLETE).is_file():
-                return release
-        return None
+            verify(weights_of(self.releases_dir, release))
 
     async def prune(self, scenario: str) -> None:
-        """Remove what is beyond `storage.keep` and `storage.keep-checkpoints`; the head and the base always stay."""
-        with_checkpoint = await self._ledger.read(releases.checkpoints, scenario)
-        for release in with_checkpoint[self._keep_checkpoints :]:
-            await self._ledger.write(releases.set_checkpoint, release.id, None)
-            await self.discard(self.checkpoint_path(release.id))
-        kept = {release.id for release in with_checkpoint[: self._keep_checkpoints]}
+        """Remove what is beyond `storage.keep` and `storage.keep-checkpoints`.
+
+        The head, what is served and the base always stay, and of checkpoints those on the way to the head go last.
+        """
+        head = await self._ledger.read(releases.head, scenario)
+        if head is None:
+            return
+        on_the_way = await self._ledger.read(releases.checkpoints_of, head)
+        kept = {release.id for release in on_the_way[: self._keep_checkpoints]}
+        for release in await self._ledger.read(releases.checkpoints, scenario):
+            if release.id not in kept:
+                await self._ledger.write_owned(releases.set_checkpoint, release.id, None)
+                await self.discard(self.checkpoint_of(release))
+        kept.add(head.id)
+        if head.verified_at is None:  # then engines serve, or may have to go back to, an older one
+            served = await self._ledger.read(releases.served, scenario)
+            verified = await self._ledger.read(releases.verified_before, head)
+            kept |= {needed.id for needed in (served, verified) if needed is not None}
         on_disk = await self._ledger.read(releases.restorable, scenario)
         old = [
             release
@@ -108,29 +113,21 @@ class Storage:
             if release.id not in kept and release.operation is not Operation.BASE
         ]
         if old:
-            await self._ledger.write(releases.forget_weights, [release.id for release in old])
+            await self._ledger.write_owned(releases.forget_weights, [release.id for release in old])
         for release in old:
-            await self.discard(self._weights(release))
+            await self.discard(weights_of(self.releases_dir, release))
 
     async def clean(self, scenario: str | None) -> None:
         """Remove this run directory's weights and checkpoints that no release names: what a killed service left.
 
         Nothing else is touched: a releases directory may hold other people's files.
         """
-        mine = re.compile(rf"\.?{self._ledger.run_id}-\d+(\.partial|\.old)?")
         await self.discard(self.replays_dir)
         for parent, named_by in ((self.releases_dir, releases.restorable), (self._checkpoints, releases.checkpoints)):
             named = await self._ledger.read(named_by, scenario) if scenario is not None else []
-            names = {release.id for release in named}
-            for path in sorted(parent.iterdir()):
-                if mine.fullmatch(path.name) and path.name not in names:
-                    log.info("removing left-over %s", path)
-                    await self.discard(path)
-
-    def _weights(self, release: Release) -> Path:
-        """Where this run directory has a release now; else where it was published."""
-        here = self.releases_dir / release.id
-        return here if here.is_dir() else Path(release.path)
+            for path in left_overs(parent, self._ledger.run_id, named):
+                log.info("removing left-over %s", path)
+                await self.discard(path)
 
     async def discard(self, path: Path) -> None:
         """Remove what no release names. What the disk does not let go of is a left-over for the next start."""
@@ -158,6 +155,34 @@ class Storage:
 def release_id(ledger: Ledger, number: int) -> str:
     """The name of link `number` in a run directory's chain, e.g. `3f2a-000012`."""
     return f"{ledger.run_id}-{number:06d}"
+
+
+def weights_of(releases_dir: Path, release: Release) -> Path:
+    """Where this run directory has a release now; else where it was published."""
+    here = releases_dir / release.id
+    return here if here.is_dir() else Path(release.path)
+
+
+def whole(releases_dir: Path, release: Release) -> Published:
+    """A release on disk, its files there with their sizes.
+
+    Raises:
+        LoadFailedError: it is not whole, or not the one that the ledger names.
+    """
+    found = read_manifest(weights_of(releases_dir, release))
+    if (found.release_id, found.content_id) != (release.id, release.content_id):
+        raise LoadFailedError(
+            f"{found.path} holds {found.release_id} with {found.content_id}, "
+            f"the ledger names {release.id} with {release.content_id}"
+        )
+    return found
+
+
+def left_overs(parent: Path, run_id: str, named: Iterable[Release]) -> list[Path]:
+    """What lies in `parent` under names of this run directory's releases, and is none of `named`."""
+    mine = re.compile(rf"\.?{run_id}-\d+(\.partial|\.old)?")
+    names = {release.id for release in named}
+    return [path for path in sorted(parent.iterdir()) if mine.fullmatch(path.name) and path.name not in names]
 
 
 def _size(directory: Path) -> int:

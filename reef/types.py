@@ -174,7 +174,7 @@ class Candidate:
     seq: int  # order of arrival
     group: str
     score: float
-    oldest_release: str  # the release that produced the oldest sampled token
+    releases: tuple[str, ...]  # all that produced a sampled token
     accepted_at: float
 
 
@@ -266,8 +266,21 @@ class Published:
 
 
 class Operation(enum.StrEnum):
+    """How a link of the chain came to be. `rollback` and `promote` repeat the content of another release."""
+
     BASE = "base"
     TRAIN = "train"
+    ROLLBACK = "rollback"
+    PROMOTE = "promote"
+
+
+class ReleaseState(enum.StrEnum):
+    """Whether a release may be served. Only the head can be `pending`."""
+
+    RELEASED = "released"
+    PENDING = "pending"  # held by the gate until its held-out result is in
+    REJECTED = "rejected"  # failed the gate, or was rolled back while it was held
+    QUARANTINED = "quarantined"  # no engine loads it or agrees with the trainer about it
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +302,14 @@ class Release:
     created_at: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     verified_at: float | None = None  # when an engine last loaded it and agreed with the probe
+    source: str | None = None  # rollback and promote: the release whose content and trainer state it repeats
+    state: ReleaseState = ReleaseState.RELEASED
+    reason: str | None = None  # of the state
+    state_at: float | None = None  # when the state last changed; None: it is as it was made
+    replay_diverged: bool = False  # made again from the ledger, it came out different
+    num_deleted: int = 0  # samples it was trained on whose receipts were deleted since
+
+    @property
+    def content_parent(self) -> str | None:
+        """The release before this one along the ancestry of its content (`parent` is the link before it)."""
+        return self.source or self.parent

@@ -20,6 +20,8 @@ import psutil
 import pytest
 from aiohttp import web
 
+from tests import postgres
+
 ROOT = Path(__file__).resolve().parents[1]
 STARTER = ROOT / "recipes" / "arithmetic" / "starter"
 RECORD_ONLY = ("--training.backend", "none")
@@ -55,7 +57,7 @@ class Service:
         """Start it and wait until it is ready. `more` settings hold for this start only."""
         self.launch(*more)
         deadline = time.monotonic() + timeout_s
-        while not self._is_ready():
+        while not self.is_ready():
             self._look()
             assert self.returncode is None, f"the service ended with {self.returncode}:\n{self.log_tail()}"
             assert time.monotonic() < deadline, f"the service is not ready after {timeout_s} s:\n{self.log_tail()}"
@@ -139,7 +141,7 @@ class Service:
     def log_tail(self, num_lines: int = 40) -> str:
         """The end of what it printed, of its log and of the engine's."""
         parts = []
-        for path in (self._output, self.run_dir / "logs" / "reef.log", self.run_dir / "logs" / "engine.log"):
+        for path in (self._output, self.run_dir / "logs" / "reef.log", self.run_dir / "logs" / "engine-0.log"):
             lines = path.read_text(errors="replace").splitlines()[-num_lines:] if path.exists() else ["(none)"]
             parts.append("\n".join([f"--- {path.name}", *lines]))
         return "\n".join(parts)
@@ -186,7 +188,8 @@ class Service:
         status: dict[str, Any] = self.get("/reef/status").json()
         return status
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether it answers by now; `url` is where."""
         try:
             announced = json.loads((self.run_dir / "service.json").read_text())
             if announced["pid"] != self.pid:
@@ -341,9 +344,8 @@ class FakeEngine:
         return content if isinstance(content, web.StreamResponse) else web.json_response(content)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # answers that do not come are ended with it
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         self._ended = asyncio.Event()
@@ -378,3 +380,19 @@ def fake_engine(make_fake_engine: Callable[..., FakeEngine]) -> Iterator[FakeEng
     engine = make_fake_engine()
     yield engine
     engine.stop()
+
+
+# --- a PostgreSQL server ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[postgres.PostgresServer]:
+    """A PostgreSQL server of this session's own; a test makes its own database."""
+    if postgres.BINARIES is None:
+        pytest.skip(postgres.MISSING)
+    server = postgres.PostgresServer()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.remove()

@@ -150,7 +150,7 @@ def test_the_printed_configuration_is_whole_and_hides_secrets(reef: Command) -> 
         (["--reef.host", "0.0.0.0"], "is not loopback: set reef.token"),
         (
             ["--storage.url", "postgresql://reef:hunter2@db/reef"],
-            "storage.url: expected sqlite:///PATH, got postgresql",
+            "storage.url: expected sqlite:///PATH or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE, got postgresql",
         ),
         (["--storage.url", "ledger.db"], "storage.url: expected sqlite:///PATH"),
         (
@@ -286,7 +286,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(reef: Command)
     status, _, errors = reef("serve")
     assert status == 1
     assert errors == (
-        "reef: the ledger has schema version 7, this Reef knows versions up to 1: "
+        "reef: the ledger has schema version 7, this Reef knows versions up to 2: "
         "use the Reef that wrote it, or a newer one\n"
     )
     assert path.read_bytes() == before

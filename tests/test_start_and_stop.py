@@ -198,8 +198,11 @@ def test_a_head_that_no_engine_agrees_with_leaves_the_release_before_it_serving(
 
     manifest["probe"]["logprobs"] = right
     (release / "manifest.json").write_text(json.dumps(manifest))
-    assert service.post("/reef/scenarios/s/update", {}).status_code == 200
-    wait_for(lambda: service.status()["scenario"]["served"] == release.name, "the head is loaded")
+    refused = service.post("/reef/scenarios/s/update", {})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "paused")
+    promoted = service.post("/reef/scenarios/s/promote", {"release_id": release.name})
+    assert (promoted.status_code, promoted.json()["state"]) == (201, "released")
+    assert service.status()["scenario"]["served"] == release.name
     assert service.status()["training"]["paused"] is None
     assert service.stop() == 0
 
@@ -248,7 +251,7 @@ def test_only_what_is_kept_is_on_disk_and_a_full_one_delays_a_release_but_repeat
     assert sorted(path.name for path in releases.iterdir()) == ids[4:]
     assert sorted(path.name for path in checkpoints.iterdir()) == ids[4:5]
     assert service.stop() == 0
-    assert (service.run_dir / "logs" / "engine.log").read_text().count("Finished server process") == 1  # in its turn
+    assert (service.run_dir / "logs" / "engine-0.log").read_text().count("Finished server process") == 1  # in its turn
     assert sorted(path.name for path in checkpoints.iterdir()) == ids[5:]
 
     service.start()

@@ -164,17 +164,6 @@ def test_a_release_whose_directory_is_not_whole_is_not_loaded(open_run: OpenRun)
         run.storage.published(head)
 
 
-def test_the_newest_checkpoint_is_the_newest_complete_one(open_run: OpenRun) -> None:
-    run = open_run()
-    run.grow(3)
-    assert asyncio.run(run.storage.newest_checkpoint(SCENARIO)) is None
-    run.checkpoint(1)
-    run.checkpoint(3, complete=False)
-    found = asyncio.run(run.storage.newest_checkpoint(SCENARIO))
-    assert found is not None
-    assert found.number == 1
-
-
 def test_cleaning_removes_what_no_release_names_and_what_was_half_written(open_run: OpenRun) -> None:
     run = open_run()
     run.grow(2)
@@ -240,9 +229,8 @@ def test_a_run_directory_that_was_moved_keeps_its_weights_and_checkpoints(open_r
     assert moved.weights_on_disk() == [1, 2, 3]
     head = moved.storage.published(moved.read(releases.head, SCENARIO))
     assert (head.content_id, Path(head.path).parent) == ("sha256:3", tmp_path / "elsewhere" / "releases")
-    newest = asyncio.run(moved.storage.newest_checkpoint(SCENARIO))
-    assert newest is not None
-    assert newest.number == 2
+    (newest,) = moved.read(releases.checkpoints, SCENARIO)
+    assert moved.storage.checkpoint_of(newest).parent == tmp_path / "elsewhere" / "checkpoints"
     moved.prune()
     assert moved.weights_on_disk() == [2, 3]
 

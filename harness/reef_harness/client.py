@@ -96,12 +96,14 @@ class Client:
         scenario: str | None = None,
         session: str | None = None,
         purpose: str | None = None,
+        release: str | None = None,
         tags: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Ask for ``n`` answers to a conversation (a string is one user message).
 
-        ``purpose="eval"`` keeps the answers out of training; ``tags`` become ``x-reef-tag-*`` headers; ``extra`` adds
+        ``purpose="eval"`` keeps the answers out of training; ``release`` must be the one that answers (the service
+        refuses where it is neither served nor held); ``tags`` become ``x-reef-tag-*`` headers; ``extra`` adds
         further body fields (``top_p``, ``tools``, ``return_token_ids``, …).
         """
         if isinstance(messages, str):
@@ -114,7 +116,7 @@ class Client:
             "seed": seed,
             **(extra or {}),
         }
-        headers = self._headers(scenario, session, purpose, tags)
+        headers = self._headers(scenario, session, purpose, release, tags)
         response = await self._send("POST", "/v1/chat/completions", body=_given(body), headers=headers)
         return _completion(response)
 
@@ -129,6 +131,7 @@ class Client:
         scenario: str | None = None,
         session: str | None = None,
         purpose: str | None = None,
+        release: str | None = None,
         tags: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Completion:
@@ -141,7 +144,7 @@ class Client:
             "seed": seed,
             **(extra or {}),
         }
-        headers = self._headers(scenario, session, purpose, tags)
+        headers = self._headers(scenario, session, purpose, release, tags)
         response = await self._send("POST", "/v1/completions", body=_given(body), headers=headers)
         return _completion(response)
 
@@ -272,9 +275,19 @@ class Client:
         return name
 
     def _headers(
-        self, scenario: str | None, session: str | None, purpose: str | None, tags: Mapping[str, str] | None
+        self,
+        scenario: str | None,
+        session: str | None,
+        purpose: str | None,
+        release: str | None,
+        tags: Mapping[str, str] | None,
     ) -> dict[str, str]:
-        headers = {"x-reef-scenario": scenario or self.scenario, "x-reef-session": session, "x-reef-purpose": purpose}
+        headers = {
+            "x-reef-scenario": scenario or self.scenario,
+            "x-reef-session": session,
+            "x-reef-purpose": purpose,
+            "x-reef-release": release,
+        }
         named = {f"x-reef-tag-{name}": value for name, value in (tags or {}).items()}
         return {name: value for name, value in headers.items() if value is not None} | named
 

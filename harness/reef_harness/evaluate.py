@@ -68,6 +68,10 @@ class Evaluation:
             "errors": self.errors,
             "format_valid": self.format_valid,
             "mean_tokens": self.mean_tokens,
+            # Under the names that evaluation.gate is written with.
+            "coverage": self.graded / (self.graded + self.errors),
+            "invalid_rate": 1 - self.format_valid,
+            "response_length": self.mean_tokens,
         }
 
 
@@ -80,19 +84,21 @@ async def evaluate(
     max_tokens: int = 64,
     seed: int = 0,
     concurrency: int = 64,
+    release: str | None = None,
     progress: Callable[[Answer], None] | None = None,
 ) -> Evaluation:
     """Answer every item once, ``concurrency`` at a time, and grade.
 
     Requests carry ``x-reef-purpose: eval`` and a seed of their own (``seed`` + position), so the same weights give the
-    same result. A request that fails is counted under ``errors`` and left out of the shares; HarnessError is raised
+    same result. With ``release`` only that one may answer: the one that is served, or the one that is held. A request
+    that fails is counted under ``errors`` and left out of the shares; HarnessError is raised
     when nothing could be graded.
     """
     slots = asyncio.Semaphore(concurrency)
 
     async def answer(position: int, item: Item) -> Answer:
         async with slots:
-            result = await _answer(client, item, grader, temperature, max_tokens, seed + position)
+            result = await _answer(client, item, grader, temperature, max_tokens, seed + position, release)
         if progress:
             progress(result)
         return result
@@ -102,10 +108,12 @@ async def evaluate(
     return _evaluation([task.result() for task in tasks])
 
 
-async def _answer(client: Client, item: Item, grader: Grader, temperature: float, max_tokens: int, seed: int) -> Answer:
+async def _answer(
+    client: Client, item: Item, grader: Grader, temperature: float, max_tokens: int, seed: int, release: str | None
+) -> Answer:
     try:
         completion = await client.chat(
-            item.messages, temperature=temperature, max_tokens=max_tokens, seed=seed, purpose="eval"
+            item.messages, temperature=temperature, max_tokens=max_tokens, seed=seed, purpose="eval", release=release
         )
     except HarnessError as error:
         return Answer(item, None, None, f"{type(error).__name__}: {error}")

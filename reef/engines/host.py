@@ -10,22 +10,21 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from reef.config import Config
 from reef.errors import EngineError
 
 STOP_TIMEOUT_S = 20  # from SIGTERM to SIGKILL; SGLang takes about 8 s
 
 
 class EngineHost:
-    """One server process at a time: `start`, `wait` for its end, `stop`."""
+    """One server process at a time: `start`, `wait` for its end, `stop`. Its files are called `name`.port and .log."""
 
-    def __init__(self, options: Mapping[str, Any], context_length: int | None, run_dir: Path, log: Path) -> None:
-        self._options = options
-        self._context_length = context_length
-        self._port_file = run_dir / "engine.port"
-        self._log = log
+    def __init__(self, config: Config, name: str) -> None:
+        self._settings = config.inference
+        self._port_file = config.reef.run_dir / f"{name}.port"
+        self._log = config.logs_dir / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -83,9 +82,9 @@ class EngineHost:
         command += ["--model-path", model_path, "--weight-version", version]
         command += ["--host", "127.0.0.1", "--port", "0", "--port-file", str(self._port_file)]
         command += ["--parent-pid", str(os.getpid())]
-        if self._context_length is not None:
-            command += ["--context-length", str(self._context_length)]
-        command += flags(self._options)
+        if self._settings.context_length is not None:
+            command += ["--context-length", str(self._settings.context_length)]
+        command += flags(self._settings.options)
         return command
 
     def _read_port(self) -> str:

@@ -1,270 +1,281 @@
-"""The engines that serve: who may send a request now, which release they hold, and how a new one gets in.
+"""The engines that serve: who may send a request now and to which replica, and how a release gets into all of them.
 
-    load(release):  close the gate -> pause -> load -> continue -> verify (id, probe) -> open the gate
+    acquire(session, release) -> the candidate, for its share; else a replica in rotation: the session's, or the idlest
 
-A replica that fails a load is restarted with the release; a replica that dies is restarted with the one it served.
-While the gate is closed requests wait up to `inference.pause-wait-s`, then get 503 + Retry-After.
+A release is in once one replica holds it verified; those that failed are restarted with it beside the traffic. Replicas
+in rotation hold one release. While there is none, requests wait up to `inference.pause-wait-s`, then get 503 +
+Retry-After. A candidate is one more replica with a release that is still on trial.
 """
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Mapping
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-
 from reef.config import Config
-from reef.engines.client import EngineClient, wait_healthy
+from reef.engines.client import EngineClient
 from reef.engines.host import EngineHost
-from reef.errors import EngineError, LoadFailedError, ReefError, UnavailableError
-from reef.observe import Metrics, log
+from reef.engines.replica import Replica
+from reef.errors import ConfigError, ConflictError, EngineError, LoadFailedError, ReefError, UnavailableError
+from reef.observe import Metrics
 from reef.types import Published
 
 RETRY_AFTER_S = 2
-BACKOFF_S = 0.5  # before the second restart in a row, doubled each time
-MAX_BACKOFF_S = 30
+MAX_SESSIONS = 65536  # whose replica is remembered; the one not heard of for longest is forgotten first
+NEAREST_TO_READY = ("ready", "loading", "restarting", "starting", "failed", "stopped")
 
 
 class Engines:
-    """One replica: started here, or attached by `inference.url`."""
+    """`inference.replicas` servers started here, or the one that `inference.url` names; and perhaps a candidate."""
 
-    def __init__(self, config: Config, metrics: Metrics, host: EngineHost | None = None) -> None:
-        """`host` starts the server; none: one of ours, or nobody where `inference.url` says that it runs already."""
-        self._settings = config.inference
+    def __init__(self, config: Config, metrics: Metrics, hosts: Callable[[str], EngineHost] | None = None) -> None:
+        """`hosts` gives what starts the server of a replica's name; none: an EngineHost each, or nobody with a url."""
+        self._config = config
         self._metrics = metrics
-        self._host = host
-        if host is None and config.inference.url is None:
-            self._host = EngineHost(
-                config.inference.options,
-                config.inference.context_length,
-                config.reef.run_dir,
-                config.logs_dir / "engine.log",
-            )
-        self._ready_timeout_s = config.reef.ready_timeout
-        self._client: EngineClient | None = None
-        self._gate = asyncio.Event()
-        self._changing = asyncio.Lock()  # one load or restart at a time
-        self._watcher: asyncio.Task[None] | None = None
-        self._wanted: Published | None = None
-        self.served: str | None = None  # the release that answers, as verified
-        self.build = "unknown"
-        self.context_length = 0
-        self.state = "starting"  # starting | ready | loading | restarting | failed | stopped
-        self.error: str | None = None
-        self.num_in_flight = 0
-        self.last_load: Mapping[str, float] = {}
+        self._hosts = hosts or (lambda name: EngineHost(config, name))
+        self._replicas = [self._replica(f"engine-{index}") for index in range(config.inference.replicas)]
+        self._changing = asyncio.Lock()  # one start, load or verification at a time
+        self._sessions: OrderedDict[str, Replica] = OrderedDict()
+        self._random = random.Random()
+        self._candidate: Replica | None = None
+        self._candidate_changing = asyncio.Lock()
+        self._share = 0.0
+        self._trial = False  # the candidate answers; else it waits for the next one
+
+    @property
+    def served(self) -> str | None:
+        """The release that the replicas in rotation hold; while there is none, the one that answered last."""
+        return self._newest.served
+
+    @property
+    def candidate(self) -> str | None:
+        """The release on trial, from when it was verified until the trial ends."""
+        return self._candidate.served if self._candidate is not None and self._trial else None
+
+    @property
+    def state(self) -> str:
+        """The state of the replica that is nearest to answering: `ready` where one does."""
+        return min((replica.state for replica in self._replicas), key=NEAREST_TO_READY.index)
+
+    @property
+    def build(self) -> str:
+        """What the engines say they are; `unknown` before the first one is up."""
+        return self._newest.build
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together; 0 before the first engine is up."""
+        return self._newest.context_length
 
     async def start(self, published: Published) -> None:
-        """Bring the replica up with a release, verified. Raises EngineError or LoadFailedError."""
-        async with self._changing:
-            self._wanted = published
-            await self._connect(published)
-
-    async def verify(self, published: Published) -> None:
-        """Check the serving replica against a probe that was not known when it started. Raises LoadFailedError."""
-        async with self._changing:
-            self._wanted = published
-            await self._verify(published)
-
-    async def stop(self) -> None:
-        """End the replica, if it was started here."""
-        self.state = "stopped"
-        self._gate.clear()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watcher
-        if self._client is not None:
-            await self._client.close()
-        if self._host is not None:
-            await self._host.stop()
-
-    @contextlib.asynccontextmanager
-    async def acquire(self) -> AsyncIterator[EngineClient]:
-        """A client to send one request with. Raises UnavailableError where no replica opens in time."""
-        if not self._gate.is_set():
-            await self._wait_for_gate()
-        if self._client is None:
-            raise UnavailableError("no engine is connected", retry_after_s=RETRY_AFTER_S)
-        self.num_in_flight += 1
-        try:
-            yield self._client
-        finally:
-            self.num_in_flight -= 1
-
-    async def load(self, published: Published) -> None:
-        """Put a release into the replica; on failure restart it with that release, once.
+        """Bring the replicas up with a release, verified, side by side; enough that one of them is.
 
         Raises:
-            LoadFailedError: it failed both ways; the gate stays closed and `error` says why.
+            LoadFailedError: none is, and at least one does not agree with the release.
+            EngineError: none is; no server came that far.
         """
         async with self._changing:
-            self._wanted = published
-            self._gate.clear()
-            self.state = "loading"
+            failures = await _failures(self._replicas, lambda replica: replica.start(published))
+            if len(failures) == len(self._replicas):
+                disagrees = any(isinstance(failure, LoadFailedError) for failure in failures.values())
+                raise (LoadFailedError if disagrees else EngineError)(_reasons(failures))
+            self._recover()
+
+    async def load(self, published: Published) -> None:
+        """Put a release into all replicas at once; enough that one of them holds it then, verified.
+
+        Those out of rotation already take part only where none of the others can: else they come back with it later.
+
+        Raises:
+            LoadFailedError: every replica failed, in place and after a restart. Nobody answers until the next load.
+        """
+        async with self._changing:
+            in_rotation = [replica for replica in self._replicas if replica.ready] or self._replicas
+            others = [replica for replica in self._replicas if replica not in in_rotation]
+            for replica in self._replicas:
+                replica.want(published)  # now: from here on nobody opens with the release before it
+            failures = await _failures(in_rotation, lambda replica: replica.load(published))
+            if len(failures) == len(in_rotation) and not any(replica.ready for replica in others):
+                failures |= await _failures(others, lambda replica: replica.load(published))
+            if len(failures) == len(self._replicas):
+                raise LoadFailedError(f"release {published.release_id} does not load: {_reasons(failures)}")
+            self._recover()
+
+    async def verify(self, published: Published) -> None:
+        """Check the replicas in rotation against a probe that was not known when they started.
+
+        Raises:
+            LoadFailedError: all of them disagree; they stay as they are.
+        """
+        async with self._changing:
+            in_rotation = [replica for replica in self._replicas if replica.ready]
+            for replica in self._replicas:
+                if replica not in in_rotation:
+                    replica.want(published)
+            failures = await _failures(in_rotation, lambda replica: replica.verify(published))
+            if in_rotation and len(failures) == len(in_rotation):
+                raise LoadFailedError(_reasons(failures))
+            for replica in failures:
+                replica.recover()
+
+    async def stop(self) -> None:
+        """End the replicas and the candidate, as far as they were started here."""
+        everyone = [*self._replicas, *([self._candidate] if self._candidate is not None else [])]
+        await asyncio.gather(*(replica.stop() for replica in everyone))
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, session: str | None = None, release: str | None = None) -> AsyncIterator[EngineClient]:
+        """A client to send one request with.
+
+        Args:
+            session: requests of one session go to one replica, while that is in rotation.
+            release: the release that must answer; None: whichever serves, the candidate's share included.
+
+        Raises:
+            ConflictError: that release is neither served nor on trial.
+            UnavailableError: nobody who may answer opens in time.
+        """
+        with (await self._route(session, release)).use() as client:
+            yield client
+
+    async def start_candidate(self, published: Published, share: float) -> None:
+        """Put a release on trial in a replica of its own, started here or there already.
+
+        Args:
+            share: of the requests (sessions, where they have one) that name no release; 0 to 1.
+
+        Raises:
+            ConfigError: there is no host for it with `inference.url`.
+            LoadFailedError: it does not start with the release or disagrees with it; then there is no candidate.
+        """
+        if self._config.inference.url is not None:
+            raise ConfigError("a candidate needs an engine of its own, and with inference.url Reef starts none")
+        async with self._candidate_changing:
+            self.end_trial()
             try:
-                async with asyncio.timeout(self._settings.load_timeout_s):
-                    await self._load_in_place(published)
-            except (ReefError, TimeoutError) as failure:
-                error = failure if isinstance(failure, ReefError) else self._too_slow(published)
-                log.warning("release %s did not load, restarting the engine: %s", published.release_id, error.message)
-                self._metrics.load_failures.inc()
-                self.error = error.message
-                await self._replace(published)
+                if self._candidate is None:
+                    self._candidate = self._replica("engine-candidate")
+                    await self._candidate.start(published)
+                elif self._candidate.served != published.release_id or not self._candidate.ready:
+                    await self._candidate.load(published)
+            except ReefError as error:
+                if self._candidate is not None:
+                    await self._candidate.stop()
+                    self._candidate = None
+                raise LoadFailedError(f"candidate {published.release_id} does not load: {error.message}") from error
+            self._share, self._trial = share, True
 
-    def describe(self) -> dict[str, Any]:
-        """For /reef/status."""
-        return {
-            "url": self._client.url if self._client is not None else None,
-            "state": self.state,
-            "release_id": self.served,
-            "build": self.build,
-            "in_flight": self.num_in_flight,
-            "pid": self._host.pid if self._host is not None else None,
-            "last_load": dict(self.last_load),
-            "error": self.error,
-        }
+    def end_trial(self) -> None:
+        """No more requests to the candidate. Its engine stays, for the next one."""
+        self._share, self._trial = 0.0, False
 
-    async def _wait_for_gate(self) -> None:
-        if self.state in ("failed", "stopped"):
-            raise UnavailableError(f"the engine is {self.state}: {self.error}", retry_after_s=RETRY_AFTER_S)
-        try:
-            async with asyncio.timeout(self._settings.pause_wait_s):
-                await self._gate.wait()
-        except TimeoutError:
-            raise UnavailableError(f"the engine is {self.state}; try again", retry_after_s=RETRY_AFTER_S) from None
+    def describe(self) -> list[dict[str, Any]]:
+        """For /reef/status: the replicas, then the candidate."""
+        described = [
+            {"role": "serving", "index": index, **replica.describe()} for index, replica in enumerate(self._replicas)
+        ]
+        if self._candidate is not None:
+            described.append({"role": "candidate", "index": None, **self._candidate.describe()})
+        return described
 
-    async def _connect(self, published: Published) -> None:
-        """Start (or find) the server, load the release where it has another, verify, open the gate."""
-        if self._client is not None:
-            await self._client.close()
-        if self._host is not None:
-            url = await self._host.start(published.path, published.release_id, self._ready_timeout_s)
-        else:
-            url = str(self._settings.url)
-        self._client = EngineClient(url, self._settings.request_timeout_s)
-        try:
-            async with asyncio.timeout(self._ready_timeout_s):
-                await wait_healthy(self._client)
-        except TimeoutError:
-            raise EngineError(f"the engine at {url} is not healthy after {self._ready_timeout_s:g} s") from None
-        info = await self._client.model_info()
-        if info.get("weight_version") != published.release_id:
-            await self._client.load(published.path, published.release_id, True, self._settings.load_timeout_s)
-        await self._describe_server()
-        await self._verify(published)
-        self._open(published)
+    def pids(self) -> list[int]:
+        """Process ids of the servers that were started here and run."""
+        return [engine["pid"] for engine in self.describe() if engine["pid"] is not None]
 
-    async def _describe_server(self) -> None:
-        assert self._client is not None
-        info = {**await self._client.server_info(), **await self._client.model_info()}
-        self.build = str(info.get("build") or f"sglang-{info.get('version', 'unknown')}")
-        engine_says = info.get("context_length") or info.get("max_context_length")
-        lengths = [int(length) for length in (engine_says, self._settings.context_length) if length]
-        if not lengths:
-            raise EngineError("the engine does not say its context length: set inference.context-length")
-        self.context_length = min(lengths)
+    @property
+    def _newest(self) -> Replica:
+        return max(self._replicas, key=lambda replica: replica.opened_at)
 
-    def _too_slow(self, published: Published) -> LoadFailedError:
-        url = self._client.url if self._client is not None else None
-        return LoadFailedError(
-            f"the engine at {url} did not load and verify {published.release_id} in "
-            f"{self._settings.load_timeout_s:g} s (inference.load-timeout-s)"
+    def _replica(self, name: str) -> Replica:
+        attached = self._config.inference.url is not None
+        return Replica(name, self._config, self._metrics, None if attached else self._hosts(name))
+
+    def _recover(self) -> None:
+        for replica in self._replicas:
+            if not replica.ready:
+                replica.recover()
+
+    async def _route(self, session: str | None, release: str | None) -> Replica:
+        if release is None and self._candidate is not None and self._candidate.ready and self._on_trial(session):
+            return self._candidate
+        clock = asyncio.get_running_loop()
+        deadline = clock.time() + self._config.inference.pause_wait_s
+        while True:
+            group = self._group(release)
+            if ready := [replica for replica in group if replica.ready]:
+                return self._choose(ready, session)
+            waiting_s = deadline - clock.time()
+            if waiting_s <= 0 or all(replica.state in ("failed", "stopped") for replica in group):
+                states = ", ".join(_state(replica) for replica in group)
+                raise UnavailableError(f"no engine answers now: {states}", retry_after_s=RETRY_AFTER_S)
+            await _first_open(group, waiting_s)
+
+    def _group(self, release: str | None) -> Sequence[Replica]:
+        """Those that may answer a request which names this release."""
+        if release in (None, self.served):
+            return self._replicas
+        if self._candidate is not None and release == self.candidate:  # never None here
+            return [self._candidate]
+        on_trial = f", {self.candidate} is on trial" if self.candidate is not None else ""
+        raise ConflictError(
+            f"release {release} does not answer: {self.served} is served{on_trial}",
+            param="x-reef-release",
+            code="release_not_served",
         )
 
-    async def _load_in_place(self, published: Published) -> None:
-        if self._client is None:
-            raise LoadFailedError("no engine is connected")
-        started = time.perf_counter()
-        mode = self._settings.pause_mode
-        await self._client.pause(mode)
-        paused = time.perf_counter()
+    def _on_trial(self, session: str | None) -> bool:
+        """Whether a request that names no release is of the candidate's share; a session always is, or never."""
+        if session is None:
+            return self._random.random() < self._share
+        digest = blake2b(session.encode(), digest_size=6).digest()
+        return int.from_bytes(digest) < self._share * 2**48
+
+    def _choose(self, ready: Sequence[Replica], session: str | None) -> Replica:
+        """The session's replica, else the one with the fewest requests in work; ties by lot."""
+        chosen = self._sessions.get(session) if session is not None else None
+        if chosen not in ready:
+            chosen = min(ready, key=lambda replica: (replica.num_in_flight, self._random.random()))
+        assert chosen is not None
+        if session is not None and chosen in self._replicas:
+            self._sessions[session] = chosen
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return chosen
+
+
+async def _failures(
+    replicas: Collection[Replica], work: Callable[[Replica], Awaitable[None]]
+) -> dict[Replica, ReefError]:
+    """Do something with all replicas at once; those that failed, and how."""
+
+    async def attempt(replica: Replica) -> ReefError | None:
         try:
-            await self._client.load(
-                published.path, published.release_id, mode != "in_place", self._settings.load_timeout_s
-            )
-        except BaseException:
-            if self._host is None:  # not ours: leave it as we found it; ours is replaced
-                with contextlib.suppress(ReefError):
-                    await self._client.resume()
-            raise
-        loaded = time.perf_counter()
-        await self._client.resume()
-        await self._verify(published)
-        verified = time.perf_counter()
-        self.last_load = {
-            "pause_s": paused - started,
-            "load_s": loaded - paused,
-            "verify_s": verified - loaded,
-            "total_s": verified - started,
-            "size_bytes": float(published.size_bytes),
-        }
-        self._metrics.load_seconds.observe(verified - started)
-        self._open(published)
+            await work(replica)
+        except ReefError as error:
+            return error
+        return None
 
-    async def _verify(self, published: Published) -> None:
-        """The replica names the release, and agrees with the trainer about the probe."""
-        assert self._client is not None
-        info = await self._client.model_info()
-        if info.get("weight_version") != published.release_id:
-            raise LoadFailedError(f"the engine holds {info.get('weight_version')}, expected {published.release_id}")
-        if published.probe is None:
-            return
-        scored = await self._client.score(published.probe.ids)
-        gap = float(np.abs(scored - np.asarray(published.probe.logprobs, dtype=np.float32)).max(initial=0.0))
-        if not gap <= self._settings.verify_tolerance:  # NaN fails too
-            raise LoadFailedError(
-                f"engine and trainer differ by {gap:.3g} on the probe of {published.release_id}, "
-                f"at most {self._settings.verify_tolerance:g} is allowed"
-            )
+    outcomes = await asyncio.gather(*(attempt(replica) for replica in replicas))
+    return {replica: error for replica, error in zip(replicas, outcomes, strict=True) if error is not None}
 
-    def _open(self, published: Published) -> None:
-        self.served = published.release_id
-        self.state = "ready"
-        self.error = None
-        self._gate.set()
-        if self._host is not None and (self._watcher is None or self._watcher.done()):
-            self._watcher = asyncio.create_task(self._watch(), name="engine-watcher")
 
-    async def _replace(self, published: Published) -> None:
-        """A fresh server with the release. Raises LoadFailedError and leaves the gate closed."""
-        if self._host is None:
-            self.state = "failed"
-            raise LoadFailedError(f"the attached engine failed: {self.error}")
-        self.state = "restarting"
-        try:
-            await self._host.stop()
-            await self._connect(published)
-        except (ReefError, OSError) as error:
-            self.state, self.error = "failed", str(error)
-            raise LoadFailedError(f"release {published.release_id} does not load: {error}") from error
+def _reasons(failures: dict[Replica, ReefError]) -> str:
+    return "; ".join(f"{replica.name}: {error.message}" for replica, error in failures.items())
 
-    async def _watch(self) -> None:
-        """Restart the server whenever it ends though nobody asked it to."""
-        assert self._host is not None
-        failures = 0
-        while True:
-            status = await self._host.wait()
-            async with self._changing:
-                if self._host.pid is not None:  # a load replaced it meanwhile
-                    failures = 0
-                    continue
-                self._gate.clear()
-                self.state, self.error = "restarting", f"the engine ended with {status}"
-                log.warning("%s; restarting it", self.error)
-                self._metrics.engine_restarts.inc()
-                if failures >= self._settings.max_restarts:
-                    self.state, self.error = "failed", f"the engine ended {failures + 1} times in a row, giving up"
-                    log.error(self.error)
-                    return
-                if failures:
-                    await asyncio.sleep(min(BACKOFF_S * 2**failures, MAX_BACKOFF_S))
-                assert self._wanted is not None
-                try:
-                    await self._connect(self._wanted)
-                    failures = 0
-                except (ReefError, OSError) as error:  # OSError: no memory for a process, no disk for its log
-                    failures += 1
-                    self.error = str(error)
-                    await self._host.stop()
+
+def _state(replica: Replica) -> str:
+    return f"{replica.name} is {replica.state}" + (f" ({replica.error})" if replica.error else "")
+
+
+async def _first_open(replicas: Collection[Replica], timeout_s: float) -> None:
+    """Return once one of them opens its gate, or after the time."""
+    opening = [asyncio.ensure_future(replica.gate.wait()) for replica in replicas]
+    try:
+        await asyncio.wait(opening, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in opening:
+            task.cancel()

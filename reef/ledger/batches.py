@@ -1,7 +1,8 @@
 """Batches: reserved before the step, committed with the release that the step made.
 
 reserve -> [step] -> commit           the release, the batch and its reports change together
-                 `-> retry -> fail    two attempts; process deaths count
+                 |-> again -> failed  two attempts; process deaths count
+                 `-> aborted          by a rollback; its reports are pending again
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Connection, func, insert, select, update
 
-from reef.errors import ConflictError, LedgerError, NotFoundError
+from reef.errors import ConflictError, GoneError, LedgerError, NotFoundError
+from reef.faults import reach
 from reef.ledger import releases as release_rows
 from reef.ledger import reports as report_rows
 from reef.ledger.codec import from_json, to_json
 from reef.ledger.receipts import get_many
-from reef.ledger.schema import batch_samples, batches, report_receipts, reports
-from reef.types import Batch, Receipt, Release, ReportState, Sample, Selection
+from reef.ledger.schema import batch_samples, batches, receipts, report_receipts, reports, requests
+from reef.types import Batch, Receipt, Release, ReleaseState, ReportState, Sample, Selection
 
 MAX_ATTEMPTS = 2
 Split = Callable[[Sequence[int]], tuple[tuple[int, ...], ...]]
@@ -99,12 +101,18 @@ def _sample_rows(connection: Connection, batch_id: str, selection: Selection) ->
 
 
 def load(connection: Connection, batch_id: str) -> Batch:
-    """The batch with its samples, as it was reserved."""
+    """The batch with its samples, as it was reserved.
+
+    Raises:
+        NotFoundError: there is no such batch.
+        GoneError: receipts of it were deleted.
+    """
     row = connection.execute(select(batches).where(batches.c.id == batch_id)).first()
     if row is None:
         raise NotFoundError(f"no batch {batch_id}")
     query = select(batch_samples).where(batch_samples.c.batch_id == batch_id).order_by(batch_samples.c.position)
     members = connection.execute(query).all()
+    _refuse_deleted(connection, batch_id, len(members))
     found = get_many(connection, [member.receipt_id for member in members])
     bodies = _truncated(connection, batch_id)
     return Batch(
@@ -117,6 +125,19 @@ def load(connection: Connection, batch_id: str) -> Batch:
         microbatches=tuple(tuple(positions) for positions in from_json(row.microbatches)),
         settings=from_json(row.settings),
     )
+
+
+def _refuse_deleted(connection: Connection, batch_id: str, num_samples: int) -> None:
+    query = (
+        select(batch_samples.c.receipt_id)
+        .join(receipts, receipts.c.id == batch_samples.c.receipt_id)
+        .join(requests, requests.c.id == receipts.c.request_id)
+        .where(batch_samples.c.batch_id == batch_id, requests.c.deleted_at.is_not(None))
+        .order_by(batch_samples.c.position)
+    )
+    if gone := connection.scalars(query).all():
+        named = ", ".join([*gone[:3], *(["..."] if len(gone) > 3 else [])])
+        raise GoneError(f"{len(gone)} of the {num_samples} receipts of batch {batch_id} were deleted: {named}")
 
 
 def _truncated(connection: Connection, batch_id: str) -> dict[str, bool]:
@@ -180,6 +201,7 @@ def commit(connection: Connection, batch_id: str, release: Release, now: float) 
     connection.execute(
         mine.where(reports.c.id.in_(silent)).values(state=ReportState.DROPPED.value, reason="stale", updated_at=now)
     )
+    reach("commit.inside")
     return release
 
 
@@ -204,6 +226,39 @@ def again(connection: Connection, batch_id: str, error: str, now: float) -> bool
         .values(state=ReportState.DROPPED.value, reason="step_failed", updated_at=now)
     )
     return False
+
+
+def abort(connection: Connection, scenario: str, now: float) -> str | None:
+    """Give the reserved batch up, where there is one: its reports are pending again. Returns its id."""
+    batch_id = reserved(connection, scenario)
+    if batch_id is not None:
+        connection.execute(update(batches).where(batches.c.id == batch_id).values(state="aborted", updated_at=now))
+        connection.execute(
+            update(reports)
+            .where(reports.c.batch_id == batch_id)
+            .values(state=ReportState.PENDING.value, batch_id=None, updated_at=now)
+        )
+    return batch_id
+
+
+def jump(connection: Connection, release: Release, now: float) -> Release:
+    """Rollback or promotion: `release` repeats an older one's content, and the queue goes with it. One transaction.
+
+    A reserved batch is aborted, reports of the branch left behind are dropped, a head that was held is rejected.
+
+    Raises:
+        LedgerError: the chain has moved on meanwhile.
+    """
+    head = release_rows.head(connection, release.scenario)
+    if head is None or head.id != release.parent:
+        raise LedgerError(f"release {release.id} follows {release.parent}, but the head is {head and head.id}")
+    if head.state is ReleaseState.PENDING:
+        reason = release.reason or f"{release.operation} to {release.source} while it was held"
+        release_rows.set_state(connection, head.id, ReleaseState.REJECTED, reason, now)
+    release_rows.append(connection, release)
+    abort(connection, release.scenario, now)
+    report_rows.drop_abandoned(connection, release.scenario, now)
+    return release
 
 
 def error_of(connection: Connection, batch_id: str) -> str | None:

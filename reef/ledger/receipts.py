@@ -1,12 +1,14 @@
-"""Receipts: what was asked and sampled, exactly as it was."""
+"""Receipts: what was asked and sampled, exactly as it was, until its content is deleted (see `deletion.py`)."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, Row, insert, select
+from sqlalchemy.exc import NoResultFound
 
-from reef.errors import ConflictError, NotFoundError
+from reef.errors import ConflictError, DamagedError, GoneError, NotFoundError
 from reef.ledger.codec import (
     digest,
     from_json,
@@ -21,10 +23,37 @@ from reef.ledger.codec import (
 from reef.ledger.schema import receipts, requests
 from reef.types import FinishReason, Generation, Ids, Receipt, Request, Sampling, Span
 
+UNREADABLE = (ValueError, TypeError, NoResultFound)  # what reading a value raises that nobody wrote
 _NEUTRAL = Sampling(max_tokens=0)
 # Built once: making a statement costs more than running it.
 _INSERT_REQUEST = insert(requests)
 _INSERT_RECEIPT = insert(receipts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skeleton:
+    """What of a receipt outlives the deletion of its content; `deleted_at` is None before."""
+
+    id: str
+    request_id: str
+    scenario: str
+    choice: int
+    purpose: str
+    session: str | None
+    parent: str | None
+    num_prompt_tokens: int
+    num_tokens: int  # sampled
+    spans: tuple[Span, ...]
+    finish_reason: str
+    sampling: Sampling  # without stop strings, once deleted
+    inexact_reason: str | None
+    reproducible: bool
+    template_digest: str | None
+    tokenizer_digest: str | None
+    engine_build: str
+    created_at: float
+    deleted_at: float | None
+    digest: str
 
 
 def make(request: Request, choice: int, generation: Generation, engine_build: str, id: str, now: float) -> Receipt:
@@ -65,7 +94,7 @@ def compute_digest(receipt: Receipt) -> str:
         "matched": receipt.generation.matched,
         "spans": _spans_to_rows(receipt.generation.spans),
         "reproducible": receipt.generation.reproducible,
-        "sampling": dataclasses.asdict(receipt.sampling),
+        "sampling": _values(receipt.sampling),
         "purpose": receipt.purpose,
         "session": receipt.session,
         "parent": receipt.parent,
@@ -86,6 +115,7 @@ def record(connection: Connection, request: Request, made: Sequence[Receipt]) ->
 
     Raises:
         NotFoundError: the request continues a receipt that is not there.
+        GoneError: the receipt that it continues was deleted.
         ConflictError: the prompt does not begin with that receipt's ids.
     """
     prefix = _prefix_length(connection, request)
@@ -134,56 +164,120 @@ def _receipt_row(receipt: Receipt) -> dict[str, object]:
 
 
 def get(connection: Connection, receipt_id: str) -> Receipt:
-    """The whole receipt. Raises NotFoundError."""
+    """The whole receipt. Raises NotFoundError, and GoneError where it was deleted."""
     return get_many(connection, [receipt_id])[receipt_id]
 
 
 def get_many(connection: Connection, receipt_ids: Iterable[str]) -> dict[str, Receipt]:
-    """Whole receipts by id. Raises NotFoundError naming the first that is not there."""
+    """Whole receipts by id, each with the digest that it was recorded with.
+
+    Raises:
+        NotFoundError, GoneError: one is not there, or not any more.
+        DamagedError: one is not as it was recorded.
+    """
+    try:
+        found = read_many(connection, receipt_ids)
+    except UNREADABLE:
+        found = {receipt_id: _read_or_blame(connection, receipt_id) for receipt_id in receipt_ids}
+    for receipt in found.values():
+        if compute_digest(receipt) != receipt.digest:
+            raise DamagedError(receipt.id, "its digest is another")
+    return found
+
+
+def read_many(connection: Connection, receipt_ids: Iterable[str]) -> dict[str, Receipt]:
+    """`get_many` without looking at the digests; what cannot be read raises one of UNREADABLE."""
     wanted = list(dict.fromkeys(receipt_ids))
     columns = [column for column in requests.c if column.name not in ("id", "created_at", "body")]
     query = select(receipts, *columns).join(requests, requests.c.id == receipts.c.request_id)
     found: dict[str, Receipt] = {}
     for start in range(0, len(wanted), 500):
         for row in connection.execute(query.where(receipts.c.id.in_(wanted[start : start + 500]))):
-            found[row.id] = Receipt(
-                id=row.id,
-                request_id=row.request_id,
-                scenario=row.scenario,
-                choice=row.choice,
-                prompt_ids=_whole_prompt(connection, row.parent, row.prompt_ids),
-                generation=Generation(
-                    output_ids=unpack_ids(row.output_ids),
-                    logprobs=unpack_floats(row.logprobs),
-                    finish_reason=FinishReason(row.finish_reason),
-                    spans=tuple(Span(*span) for span in from_json(row.spans)),
-                    matched=None if row.matched is None else from_json(row.matched),
-                    reproducible=row.reproducible,
-                ),
-                sampling=_sampling_from_json(row.sampling),
-                purpose=row.purpose,
-                session=row.session,
-                parent=row.parent,
-                tags=from_json(row.tags),
-                template_digest=row.template_digest,
-                tokenizer_digest=row.tokenizer_digest,
-                engine_build=row.engine_build,
-                created_at=row.created_at,
-                inexact_reason=row.inexact_reason,
-                digest=row.digest,
-            )
+            if row.deleted_at is not None:
+                raise _gone(row.id)
+            found[row.id] = _from_row(connection, row)
     for receipt_id in wanted:
         if receipt_id not in found:
-            raise NotFoundError(f"no receipt {receipt_id}", param="references", code="receipt_not_found")
+            raise _unknown(receipt_id)
     return found
 
 
+def _read_or_blame(connection: Connection, receipt_id: str) -> Receipt:
+    try:
+        return read_many(connection, [receipt_id])[receipt_id]
+    except UNREADABLE as error:
+        raise DamagedError(receipt_id, str(error)) from error
+
+
+def _from_row(connection: Connection, row: Row[Any]) -> Receipt:
+    return Receipt(
+        id=row.id,
+        request_id=row.request_id,
+        scenario=row.scenario,
+        choice=row.choice,
+        prompt_ids=_whole_prompt(connection, row.parent, row.prompt_ids),
+        generation=Generation(
+            output_ids=unpack_ids(row.output_ids),
+            logprobs=unpack_floats(row.logprobs),
+            finish_reason=FinishReason(row.finish_reason),
+            spans=tuple(Span(*span) for span in from_json(row.spans)),
+            matched=None if row.matched is None else from_json(row.matched),
+            reproducible=row.reproducible,
+        ),
+        sampling=_sampling_from_json(row.sampling),
+        purpose=row.purpose,
+        session=row.session,
+        parent=row.parent,
+        tags=from_json(row.tags),
+        template_digest=row.template_digest,
+        tokenizer_digest=row.tokenizer_digest,
+        engine_build=row.engine_build,
+        created_at=row.created_at,
+        inexact_reason=row.inexact_reason,
+        digest=row.digest,
+    )
+
+
+def skeleton(connection: Connection, receipt_id: str) -> Skeleton:
+    """What a receipt is without its content. Raises NotFoundError."""
+    shared = [column for column in requests.c if column.name not in ("id", "created_at", "body", "prompt_ids")]
+    own = [column for column in receipts.c if column.name not in ("output_ids", "logprobs")]
+    query = select(*own, *shared).join(requests, requests.c.id == receipts.c.request_id)
+    row = connection.execute(query.where(receipts.c.id == receipt_id)).first()
+    if row is None:
+        raise _unknown(receipt_id)
+    return Skeleton(
+        id=row.id,
+        request_id=row.request_id,
+        scenario=row.scenario,
+        choice=row.choice,
+        purpose=row.purpose,
+        session=row.session,
+        parent=row.parent,
+        num_prompt_tokens=row.prompt_length,
+        num_tokens=row.num_tokens,
+        spans=tuple(Span(*span) for span in from_json(row.spans)),
+        finish_reason=row.finish_reason,
+        sampling=_sampling_from_json(row.sampling),
+        inexact_reason=row.inexact_reason,
+        reproducible=row.reproducible,
+        template_digest=row.template_digest,
+        tokenizer_digest=row.tokenizer_digest,
+        engine_build=row.engine_build,
+        created_at=row.created_at,
+        deleted_at=row.deleted_at,
+        digest=row.digest,
+    )
+
+
 def body_of(connection: Connection, request_id: str) -> bytes:
-    """The client's JSON as it came."""
-    blob = connection.scalar(select(requests.c.body).where(requests.c.id == request_id))
-    if blob is None:
+    """The client's JSON as it came. Raises NotFoundError, and GoneError where it was deleted."""
+    row = connection.execute(select(requests.c.body, requests.c.deleted_at).where(requests.c.id == request_id)).first()
+    if row is None:
         raise NotFoundError(f"no request {request_id}")
-    return unpack_body(blob)
+    if row.deleted_at is not None:
+        raise GoneError(f"the body of request {request_id} was deleted")
+    return unpack_body(row.body)
 
 
 def _whole_prompt(connection: Connection, parent: str | None, added: bytes) -> Ids:
@@ -204,16 +298,24 @@ def _prefix_length(connection: Connection, request: Request) -> int:
     if request.parent is None:
         return 0
     row = connection.execute(
-        select(receipts.c.output_ids, requests.c.prompt_length, requests.c.prompt_digest)
+        select(receipts.c.output_ids, requests.c.prompt_length, requests.c.prompt_digest, requests.c.deleted_at)
         .join(requests, requests.c.id == receipts.c.request_id)
         .where(receipts.c.id == request.parent)
+        .with_for_update(read=True, of=requests)  # nobody deletes it meanwhile
     ).first()
     if row is None:
         raise NotFoundError(f"no receipt {request.parent} to continue", code="receipt_not_found")
+    if row.deleted_at is not None:
+        raise _gone(request.parent)
     before, sampled = np.split(request.prompt_ids[: row.prompt_length + len(row.output_ids) // 4], [row.prompt_length])
     if digest(pack_ids(before)) != row.prompt_digest or pack_ids(sampled) != row.output_ids:
         raise ConflictError(f"the prompt does not begin with the ids of receipt {request.parent}", code="not_continued")
     return len(before) + len(sampled)
+
+
+def _values(sampling: Sampling) -> dict[str, object]:
+    """Every field by name; `dataclasses.asdict` copies each value, and takes as long as the rest of a digest."""
+    return {name: getattr(sampling, name) for name in Sampling.__slots__}
 
 
 def _spans_to_rows(spans: Sequence[Span]) -> list[list[int | str]]:
@@ -222,8 +324,7 @@ def _spans_to_rows(spans: Sequence[Span]) -> list[list[int | str]]:
 
 def _sampling_to_json(sampling: Sampling) -> str:
     """Only what differs from the neutral values."""
-    values = dataclasses.asdict(sampling)
-    return to_json({key: value for key, value in values.items() if value != getattr(_NEUTRAL, key)})
+    return to_json({key: value for key, value in _values(sampling).items() if value != getattr(_NEUTRAL, key)})
 
 
 def _sampling_from_json(text: str) -> Sampling:
@@ -232,3 +333,11 @@ def _sampling_from_json(text: str) -> Sampling:
         if name in values:
             values[name] = tuple(values[name])
     return dataclasses.replace(_NEUTRAL, **values)
+
+
+def _unknown(receipt_id: str) -> NotFoundError:
+    return NotFoundError(f"no receipt {receipt_id}", param="references", code="receipt_not_found")
+
+
+def _gone(receipt_id: str) -> GoneError:
+    return GoneError(f"receipt {receipt_id} was deleted")

@@ -1,14 +1,14 @@
 """Releases: a scenario's chain, what is kept of it on disk, and where a token's weights lie in it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, or_, select, update
+from sqlalchemy import Connection, Row, Select, insert, or_, select, update
 
 from reef.errors import NotFoundError
 from reef.ledger.codec import from_json, to_json
 from reef.ledger.schema import batch_samples, evaluations, releases
-from reef.types import Operation, Release
+from reef.types import Operation, Release, ReleaseState
 
 
 def append(connection: Connection, release: Release) -> None:
@@ -30,6 +30,12 @@ def append(connection: Connection, release: Release) -> None:
             metrics=to_json(dict(release.metrics)),
             verified_at=release.verified_at,
             created_at=release.created_at,
+            source=release.source,
+            state=release.state.value,
+            reason=release.reason,
+            state_at=release.state_at,
+            replay_diverged=release.replay_diverged,
+            num_deleted=release.num_deleted,
         )
     )
 
@@ -58,39 +64,76 @@ def chain(connection: Connection, scenario: str, limit: int = 100, before: int |
     return [_from_row(row) for row in connection.execute(query)]
 
 
-def since(connection: Connection, scenario: str, number: int) -> list[Release]:
-    """Those after `number`, oldest first: what a checkpoint of release `number` lacks."""
-    query = (
-        select(releases).where(releases.c.scenario == scenario, releases.c.number > number).order_by(releases.c.number)
+def ancestry(connection: Connection, scenario: str, number: int) -> list[tuple[int, int]]:
+    """The ancestors of link `number` and itself, along the content: inclusive ranges of numbers, newest first.
+
+    A rollback or promotion continues at the release it repeats, so what lies between the two is not among them.
+    """
+    repeated = releases.alias()
+    jumps = (
+        select(releases.c.number, repeated.c.number.label("source_number"))
+        .join(repeated, repeated.c.id == releases.c.source)
+        .where(releases.c.scenario == scenario, releases.c.source.is_not(None), releases.c.number <= number)
+        .order_by(releases.c.number.desc())
     )
-    return [_from_row(row) for row in connection.execute(query)]
+    ranges = []
+    for row in connection.execute(jumps):
+        if row.number <= number:
+            ranges.append((row.number, number))
+            number = row.source_number
+    return [*ranges, (0, number)]
 
 
-def staleness(connection: Connection, scenario: str, ids: Iterable[str], window: int) -> dict[str, int | None]:
-    """Policy updates between each release and the head along the head's ancestry.
+def is_among(ranges: Sequence[tuple[int, int]], number: int) -> bool:
+    """Whether a link's number lies in one of `ancestry`'s ranges."""
+    return any(low <= number <= high for low, high in ranges)
 
-    Exact up to `window`; further back the difference of the versions (too old in any case). None: the release is not
-    among the head's ancestors, though it is recent enough that it would have to be (its branch was rolled away).
+
+def steps_to(connection: Connection, release: Release, after: int) -> list[Release]:
+    """The updates along a release's ancestry after link `after`, oldest first: what a checkpoint of that lacks."""
+    query = _among(ancestry(connection, release.scenario, release.number), release.scenario).where(
+        releases.c.operation == Operation.TRAIN.value, releases.c.number > after
+    )
+    return [_from_row(row) for row in connection.execute(query.order_by(releases.c.number))]
+
+
+def checkpoints_of(connection: Connection, release: Release) -> list[Release]:
+    """Those along a release's ancestry that have a trainer checkpoint, newest first."""
+    query = _among(ancestry(connection, release.scenario, release.number), release.scenario).where(
+        releases.c.checkpoint.is_not(None)
+    )
+    return [_from_row(row) for row in connection.execute(query.order_by(releases.c.number.desc()))]
+
+
+def staleness(connection: Connection, scenario: str, ids: Iterable[str]) -> dict[str, int | None]:
+    """Policy updates between each release and the head along the head's ancestry; None: it is not among its ancestors.
+
+    That is: its branch was rolled away, or nobody knows it.
     """
     newest = head(connection, scenario)
+    found: dict[str, int | None] = dict.fromkeys(ids)
     if newest is None:
-        return dict.fromkeys(ids)
-    ancestors: dict[str, int] = {}
-    row: Release | None = newest
-    while row is not None and newest.policy_version - row.policy_version <= window:
-        ancestors[row.id] = newest.policy_version - row.policy_version
-        row = get(connection, scenario, row.parent) if row.parent else None
-    found: dict[str, int | None] = {}
-    for release_id in set(ids):
-        if release_id in ancestors:
-            found[release_id] = ancestors[release_id]
-            continue
-        version = connection.scalar(
-            select(releases.c.policy_version).where(releases.c.scenario == scenario, releases.c.id == release_id)
-        )
-        behind = None if version is None else newest.policy_version - int(version)
-        found[release_id] = behind if behind is not None and behind > window else None
+        return found
+    ranges = ancestry(connection, scenario, newest.number)
+    query = select(releases.c.id, releases.c.number, releases.c.policy_version).where(
+        releases.c.scenario == scenario, releases.c.id.in_(list(found))
+    )
+    for row in connection.execute(query):
+        if is_among(ranges, row.number):
+            found[row.id] = newest.policy_version - row.policy_version
     return found
+
+
+def served(connection: Connection, scenario: str) -> Release | None:
+    """The newest link that may be served: neither held, nor rejected, nor quarantined. None before the base."""
+    query = (
+        select(releases)
+        .where(releases.c.scenario == scenario, releases.c.state == ReleaseState.RELEASED.value)
+        .order_by(releases.c.number.desc())
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    return _from_row(row) if row else None
 
 
 def verified_before(connection: Connection, release: Release) -> Release | None:
@@ -101,6 +144,7 @@ def verified_before(connection: Connection, release: Release) -> Release | None:
             releases.c.scenario == release.scenario,
             releases.c.number < release.number,
             releases.c.restorable,
+            releases.c.state == ReleaseState.RELEASED.value,
             or_(releases.c.verified_at.is_not(None), releases.c.operation == Operation.BASE.value),
         )
         .order_by(releases.c.number.desc())
@@ -108,6 +152,18 @@ def verified_before(connection: Connection, release: Release) -> Release | None:
     )
     row = connection.execute(query).first()
     return _from_row(row) if row else None
+
+
+def set_state(connection: Connection, release_id: str, state: ReleaseState, reason: str | None, now: float) -> None:
+    """Release, reject or quarantine a link, at `now`. An unknown id changes nothing."""
+    connection.execute(
+        update(releases).where(releases.c.id == release_id).values(state=state.value, reason=reason, state_at=now)
+    )
+
+
+def set_diverged(connection: Connection, release_id: str) -> None:
+    """Note that this release, made again from the ledger, came out different."""
+    connection.execute(update(releases).where(releases.c.id == release_id).values(replay_diverged=True))
 
 
 def set_verified(connection: Connection, release_id: str, now: float) -> None:
@@ -200,4 +256,15 @@ def _from_row(row: Row[Any]) -> Release:
         created_at=row.created_at,
         metrics=from_json(row.metrics),
         verified_at=row.verified_at,
+        source=row.source,
+        state=ReleaseState(row.state),
+        reason=row.reason,
+        state_at=row.state_at,
+        replay_diverged=row.replay_diverged,
+        num_deleted=row.num_deleted,
     )
+
+
+def _among(ranges: Sequence[tuple[int, int]], scenario: str) -> Select[Any]:
+    inside = [releases.c.number.between(low, high) for low, high in ranges]
+    return select(releases).where(releases.c.scenario == scenario, or_(*inside))

@@ -1,24 +1,27 @@
 """Reports: how a grade is accepted, what it claims, and where it is now.
 
     accepted -> pending -> reserved -> trained
-             |         `-> dropped (stale, abandoned, tied, group_incomplete, step_failed)
+             |         `-> dropped (stale, abandoned, tied, group_incomplete, step_failed, deleted)
              |-> recorded (no_score, outcome_*, evaluation, not_training, already_claimed, already_trained)
-             `-> dropped (aborted, inexact, empty)
+             `-> dropped (aborted, inexact, empty, deleted)
 
 The first scored report of a receipt claims it; a later one is kept and never trained.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
 from reef.errors import BadRequestError, ConflictError, NotFoundError
+from reef.ledger import releases as release_rows
 from reef.ledger.codec import digest, from_json, to_json
+from reef.ledger.database import OvertakenError, lock
 from reef.ledger.schema import batches, receipts, releases, report_receipts, reports, requests
 from reef.types import Candidate, Drop, Report, ReportState
 
+FREE_TEXT = ("feedback", "metadata", "reason_code")  # fields of a report that go with its receipts' text
 MAX_CANDIDATES = 8192  # pending reports that a selection looks at, oldest first
 
 
@@ -36,9 +39,11 @@ _FIND_REFERENCES = (
         requests.c.sampling,
         receipts.c.spans,
         receipts.c.claimed_by,
+        requests.c.deleted_at,
     )
     .join(requests, requests.c.id == receipts.c.request_id)
     .where(receipts.c.id.in_(bindparam("ids", expanding=True)))
+    .with_for_update(read=True, of=requests)  # nobody deletes them meanwhile
 )
 _FIND_MEMBER = (
     select(reports.c.id, reports.c.prompt_digest)
@@ -51,7 +56,11 @@ _FIND_MEMBER = (
 )
 _INSERT_REPORT = insert(reports)
 _INSERT_REFERENCE = insert(report_receipts)
-_CLAIM = update(receipts).where(receipts.c.id == bindparam("receipt")).values(claimed_by=bindparam("report"))
+_CLAIM = (
+    update(receipts)
+    .where(receipts.c.id.in_(bindparam("ids", expanding=True)), receipts.c.claimed_by.is_(None))
+    .values(claimed_by=bindparam("report"))
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class _Reference:
     sampling: str
     spans: Any
     claimed_by: str | None
+    deleted_at: float | None
 
 
 def accept(connection: Connection, report: Report, trains: bool, now: float) -> dict[str, Any]:
@@ -77,6 +87,7 @@ def accept(connection: Connection, report: Report, trains: bool, now: float) -> 
         NotFoundError: a reference names no receipt.
         ConflictError: the id is stored with another body.
         BadRequestError: a reference belongs to another scenario, or the group holds another prompt.
+        OvertakenError: PostgreSQL, and another service claimed one of the receipts meanwhile.
     """
     body = to_json(dict(report.body))
     body_digest = digest(report.scenario, body)
@@ -89,9 +100,11 @@ def accept(connection: Connection, report: Report, trains: bool, now: float) -> 
         return view(connection, report.id)
     references = _references(connection, report)
     state, reason = _judge(connection, report, references, trains)
+    if any(item.deleted_at is not None for item in references):
+        body = to_json(skeleton(report.body))
     key = _group_key(report, references)
     prompt = references[0].prompt_digest if references else None
-    if state is ReportState.PENDING:
+    if state is ReportState.PENDING and report.group is not None:
         _refuse_mixed_prompts(connection, report, key, prompt)
     connection.execute(
         _INSERT_REPORT,
@@ -105,7 +118,7 @@ def accept(connection: Connection, report: Report, trains: bool, now: float) -> 
             "reason": reason,
             "group_key": key,
             "prompt_digest": prompt,
-            "oldest_release": _oldest_release(connection, references),
+            "releases": to_json(sorted({span[2] for item in references for span in item.spans})),
             "created_at": now,
             "updated_at": now,
         },
@@ -117,7 +130,9 @@ def accept(connection: Connection, report: Report, trains: bool, now: float) -> 
         ]
         connection.execute(_INSERT_REFERENCE, rows)
     if state is ReportState.PENDING:
-        connection.execute(_CLAIM, [{"receipt": item.id, "report": report.id} for item in references])
+        claimed = connection.execute(_CLAIM, {"ids": report.references, "report": report.id})
+        if claimed.rowcount < len(references):
+            raise OvertakenError(f"a receipt of report {report.id} was claimed at the same moment")
     return {
         "agent_record_id": report.id,
         "scenario": report.scenario,
@@ -164,6 +179,11 @@ def view(connection: Connection, report_id: str, group_size: int | None = None) 
     }
 
 
+def skeleton(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a report outlives the deletion of a receipt that it references."""
+    return {name: value for name, value in body.items() if name not in FREE_TEXT}
+
+
 def references_of(connection: Connection, report_id: str) -> Sequence[str]:
     query = (
         select(report_receipts.c.receipt_id)
@@ -192,7 +212,7 @@ def candidates(connection: Connection, scenario: str) -> list[Candidate]:
             reports.c.seq,
             reports.c.group_key,
             reports.c.score,
-            reports.c.oldest_release,
+            reports.c.releases,
             reports.c.created_at,
         )
         .where(reports.c.scenario == scenario, reports.c.state == ReportState.PENDING.value)
@@ -205,11 +225,26 @@ def candidates(connection: Connection, scenario: str) -> list[Candidate]:
             seq=row.seq,
             group=row.group_key,
             score=row.score,
-            oldest_release=row.oldest_release,
+            releases=tuple(from_json(row.releases)),
             accepted_at=row.created_at,
         )
         for row in connection.execute(query)
     ]
+
+
+def graded(connection: Connection, scenario: str, release_id: str) -> list[tuple[str, float]]:
+    """(prompt digest, score) of the pending reports whose tokens all came from one release, in order of arrival."""
+    query = (
+        select(reports.c.prompt_digest, reports.c.score)
+        .where(
+            reports.c.scenario == scenario,
+            reports.c.state == ReportState.PENDING.value,
+            reports.c.releases == to_json([release_id]),
+        )
+        .order_by(reports.c.seq)
+        .limit(MAX_CANDIDATES)
+    )
+    return [(row.prompt_digest, row.score) for row in connection.execute(query)]
 
 
 def count(connection: Connection, scenario: str, state: ReportState) -> int:
@@ -227,9 +262,25 @@ def drop(connection: Connection, drops: Iterable[Drop], now: float) -> None:
         )
 
 
+def drop_abandoned(connection: Connection, scenario: str, now: float) -> None:
+    """End the pending reports that hold a token of a release which is not among the head's ancestors."""
+    waiting = (reports.c.scenario == scenario, reports.c.state == ReportState.PENDING.value)
+    produced = {
+        text: from_json(text) for text in connection.scalars(select(reports.c.releases).where(*waiting).distinct())
+    }
+    behind = release_rows.staleness(connection, scenario, {id for ids in produced.values() for id in ids})
+    for text, ids in produced.items():
+        if any(behind[id] is None for id in ids):
+            connection.execute(
+                update(reports)
+                .where(*waiting, reports.c.releases == text)
+                .values(state=ReportState.DROPPED.value, reason="abandoned", updated_at=now)
+            )
+
+
 def _references(connection: Connection, report: Report) -> list[_Reference]:
     rows = connection.execute(_FIND_REFERENCES, {"ids": report.references})
-    found = {row.id: _Reference(*row[:8], from_json(row.spans), row.claimed_by) for row in rows}
+    found = {row.id: _Reference(*row[:8], from_json(row.spans), row.claimed_by, row.deleted_at) for row in rows}
     for index, receipt_id in enumerate(report.references):
         if receipt_id not in found:
             raise NotFoundError(
@@ -257,6 +308,8 @@ def _judge(
         return ReportState.RECORDED, "evaluation"
     if not trains:
         return ReportState.RECORDED, "not_training"
+    if any(item.deleted_at is not None for item in references):
+        return ReportState.DROPPED, "deleted"
     claims = [item.claimed_by for item in references if item.claimed_by is not None]
     if claims:
         states = connection.scalars(select(reports.c.state).where(reports.c.id.in_(claims))).all()
@@ -287,27 +340,17 @@ def _without_seed(sampling: str) -> str:
 
 
 def _refuse_mixed_prompts(connection: Connection, report: Report, key: str | None, prompt: str | None) -> None:
-    other = connection.execute(_FIND_MEMBER, {"scenario": report.scenario, "group": key}).first()
+    member = {"scenario": report.scenario, "group": key}
+    other = connection.execute(_FIND_MEMBER, member).first()
+    if other is None:
+        lock(connection, f"{report.scenario}/{key}")  # another service may take its first member at this moment
+        other = connection.execute(_FIND_MEMBER, member).first()
     if other is not None and other.prompt_digest != prompt:
         raise BadRequestError(
             f"group {report.group}: its members answer one prompt, and report {other.id} of it answers another",
             param="group",
             code="mixed_group",
         )
-
-
-def _oldest_release(connection: Connection, references: Sequence[_Reference]) -> str | None:
-    """Of all releases that produced a token, the one furthest back in the chain."""
-    produced = {span[2] for item in references for span in item.spans}
-    if len(produced) < 2:
-        return next(iter(produced), None)
-    query = (
-        select(releases.c.id)
-        .where(releases.c.id.in_(produced))
-        .order_by(releases.c.policy_version, releases.c.number)
-        .limit(1)
-    )
-    return connection.scalar(query)
 
 
 def _waiting(connection: Connection, row: Row[Any], group_size: int) -> tuple[str, str | None]:

@@ -4,6 +4,7 @@ A prompt is stored once per request (its n choices share it), as what it adds to
 """
 
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     Column,
     Float,
@@ -20,6 +21,7 @@ from sqlalchemy import (
 )
 
 metadata = MetaData()
+SEQUENCE = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts by itself in a column of this very type only
 
 meta = Table(
     "meta",
@@ -56,12 +58,26 @@ requests = Table(
     Column("tokenizer_digest", String),
     Column("engine_build", String, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("deleted_at", Float),  # ids, body and tags are gone since then
+    Index(
+        "requests_session",
+        "scenario",
+        "session",
+        sqlite_where=text("session IS NOT NULL"),
+        postgresql_where=text("session IS NOT NULL"),
+    ),
+    Index(
+        "requests_parent",
+        "parent",
+        sqlite_where=text("parent IS NOT NULL"),
+        postgresql_where=text("parent IS NOT NULL"),
+    ),
 )
 
 receipts = Table(
     "receipts",
     metadata,
-    Column("seq", Integer, primary_key=True),
+    Column("seq", SEQUENCE, primary_key=True),
     Column("id", String, nullable=False, unique=True),
     Column("request_id", ForeignKey("requests.id"), nullable=False, index=True),
     Column("choice", Integer, nullable=False),
@@ -81,7 +97,7 @@ receipts = Table(
 reports = Table(
     "reports",
     metadata,
-    Column("seq", Integer, primary_key=True),
+    Column("seq", SEQUENCE, primary_key=True),
     Column("id", String, nullable=False, unique=True),
     Column("scenario", ForeignKey("scenarios.name"), nullable=False),
     Column("body", Text, nullable=False),
@@ -91,7 +107,7 @@ reports = Table(
     Column("reason", String),
     Column("group_key", String),
     Column("prompt_digest", String),
-    Column("oldest_release", String),
+    Column("releases", Text),  # JSON: every release that produced a token of its receipts
     Column("batch_id", String),
     Column("created_at", Float, nullable=False),
     Column("updated_at", Float, nullable=False),
@@ -115,7 +131,7 @@ batches = Table(
     Column("id", String, primary_key=True),
     Column("scenario", ForeignKey("scenarios.name"), nullable=False),
     Column("number", Integer, nullable=False),
-    Column("state", String, nullable=False),  # reserved | committed | failed
+    Column("state", String, nullable=False),  # reserved | committed | failed | aborted
     Column("attempt", Integer, nullable=False),
     Column("base_release", String, nullable=False),
     Column("settings", Text, nullable=False),
@@ -144,12 +160,13 @@ batch_samples = Table(
     Column("group_key", String, nullable=False),
     Column("reward", Float, nullable=False),
     Column("trains", Boolean, nullable=False),
+    Index("batch_samples_report", "report_id"),
 )
 
 releases = Table(
     "releases",
     metadata,
-    Column("seq", Integer, primary_key=True),
+    Column("seq", SEQUENCE, primary_key=True),
     Column("id", String, nullable=False, unique=True),
     Column("scenario", ForeignKey("scenarios.name"), nullable=False),
     Column("number", Integer, nullable=False),
@@ -165,7 +182,21 @@ releases = Table(
     Column("metrics", Text, nullable=False),
     Column("verified_at", Float),
     Column("created_at", Float, nullable=False),
+    Column("source", String),
+    Column("state", String, nullable=False, server_default="released"),
+    Column("reason", Text),
+    Column("state_at", Float),
+    Column("replay_diverged", Boolean, nullable=False, server_default=text("false")),
+    Column("num_deleted", Integer, nullable=False, server_default="0"),
     UniqueConstraint("scenario", "number"),
+    Index("releases_batch", "batch_id"),
+    Index(
+        "releases_jumps",
+        "scenario",
+        "number",
+        sqlite_where=text("source IS NOT NULL"),
+        postgresql_where=text("source IS NOT NULL"),
+    ),
     Index("releases_kept", "scenario", "restorable", "number"),
     Index("releases_checkpoint", "scenario", "checkpoint"),
 )
@@ -173,8 +204,18 @@ releases = Table(
 evaluations = Table(
     "evaluations",
     metadata,
-    Column("seq", Integer, primary_key=True),
+    Column("seq", SEQUENCE, primary_key=True),
     Column("release_id", ForeignKey("releases.id"), nullable=False, index=True),
     Column("body", Text, nullable=False),
     Column("created_at", Float, nullable=False),
+)
+
+# Who may reserve and commit, where several services share one ledger (PostgreSQL). With SQLite the run lock says it.
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("holder", String, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("expires_at", Float, nullable=False),  # by the database's clock
 )

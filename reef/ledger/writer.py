@@ -3,7 +3,10 @@
     write(op) -> queue -> [BEGIN; op; op; ...; COMMIT + fsync] -> results
 
 A caller gets its result only after the commit that holds it is durable. An op that raises undoes itself alone
-(each runs in a savepoint); a commit that fails fails all of its ops, and nothing of them is stored.
+(each runs in a savepoint); a commit that fails fails all of its ops, and nothing of them is stored. A savepoint costs
+two round trips to a server, so PostgreSQL's ops run without them first: where one raises, the transaction is undone
+and they run again. One that waits for another service's locks waits alone, holding none that the other may need. So
+an op must do nothing but read and write its connection.
 """
 
 import asyncio
@@ -14,13 +17,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, NotSupportedError, ProgrammingError
+from sqlalchemy.exc import DBAPIError
 
-from reef.errors import OwnershipLostError, ReefError, UnavailableError
+from reef.errors import OwnershipLostError, UnavailableError
+from reef.ledger.database import OvertakenError, is_about_the_database, is_contention, is_taken, meaning, wait_longer
 from reef.ledger.schema import meta
 
 T = TypeVar("T")
 MAX_GROUP = 256  # ops in one transaction: bounds how long the first of them waits
+MAX_LOOKS = 3  # runs of an op in which another service is first to store a row of the same key
 
 
 @dataclass(slots=True, eq=False)
@@ -28,27 +33,31 @@ class _Write:
     op: Callable[[Connection], Any]
     future: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
+    epoch: int | None  # the ownership that it needs; None: any service may write it
     result: Any = None
     error: BaseException | None = None
+    contended: bool = False  # another service's transaction was in its way
 
 
 class Writer:
-    """The only writer of a ledger. `epoch` is checked in every transaction: a newer owner ends this one."""
+    """A service's only writer of its ledger. Writes of an owner who has been followed by another are refused."""
 
-    def __init__(self, engine: Engine, epoch: int, max_pending: int) -> None:
+    def __init__(self, engine: Engine, max_pending: int) -> None:
         self._engine = engine
-        self._epoch = str(epoch)
         self._queue: queue.Queue[_Write | None] = queue.Queue(maxsize=max_pending)
         self._closed = False
         self.error: str | None = None  # why the last commit was refused; None once one succeeds
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
 
-    async def write(self, op: Callable[[Connection], T]) -> T:
+    async def write(self, op: Callable[[Connection], T], epoch: int | None) -> T:
         """Run `op` in the next transaction and return its result once that is durable.
 
         Raises:
-            UnavailableError: the queue is full, or the database is locked, full or gone; nothing was stored.
+            UnavailableError: the queue is full, or the database is locked, full or gone; nothing was stored. (A
+                PostgreSQL server lost in the commit may have stored it: what is tried again must bear that.)
+            LedgerError: the database is damaged; nothing was stored.
+            OwnershipLostError: the ledger's epoch is not `epoch`.
             ReefError: whatever `op` raised; nothing of it was stored.
         """
         loop = asyncio.get_running_loop()
@@ -56,7 +65,7 @@ class Writer:
         if self._closed:
             raise UnavailableError("the ledger is closed: the service is stopping", retry_after_s=1)
         try:
-            self._queue.put_nowait(_Write(op, future, loop))
+            self._queue.put_nowait(_Write(op, future, loop, epoch))
         except queue.Full:
             raise UnavailableError(
                 f"{self._queue.maxsize} writes are waiting for the ledger already", retry_after_s=1
@@ -80,52 +89,82 @@ class Writer:
                     last = True
                     break
                 group.append(item)
-            self._commit(group)
+            self._commit(group, savepoints=self._engine.dialect.name == "sqlite")
             _deliver(group)
             if last:
                 return
 
-    def _commit(self, group: list[_Write]) -> None:
+    def _commit(self, group: list[_Write], savepoints: bool, alone: bool = False) -> None:
         try:
             with self._engine.begin() as connection:
-                self._check_epoch(connection)
+                if alone:
+                    wait_longer(connection)
+                apply = _apply if savepoints else _apply_bare
+                owner = _owner(connection) if any(write.epoch is not None for write in group) else None
                 for write in group:
-                    _apply(connection, write)
+                    apply(connection, write, owner)
             self.error = None
-        except OwnershipLostError as error:
-            _fail(group, error)
+        except _OpFailedError:
+            self._commit(group, savepoints=True)
         except DBAPIError as error:
-            refused = UnavailableError(f"the ledger cannot be written now: {error.orig}", retry_after_s=1)
+            refused = meaning(error)
             self.error = refused.message
             _fail(group, refused)
         except Exception as error:  # noqa: BLE001 - a supervisor: without this thread every later write would hang
             _fail(group, error)
+        else:
+            contended = [] if alone else [write for write in group if write.contended]
+            for write in contended:
+                self._commit([write], savepoints=True, alone=True)
 
-    def _check_epoch(self, connection: Connection) -> None:
-        epoch = connection.scalar(select(meta.c.value).where(meta.c.key == "epoch"))
-        if epoch != self._epoch:
-            raise OwnershipLostError(f"this service has epoch {self._epoch}, the ledger is owned by epoch {epoch}")
+
+def _owner(connection: Connection) -> int:
+    """The epoch of the ledger's owner. Nobody else becomes the owner before this transaction has ended."""
+    query = select(meta.c.value).where(meta.c.key == "epoch").with_for_update(read=True)
+    return int(connection.execute(query).scalar_one())
 
 
-def _apply(connection: Connection, write: _Write) -> None:
+class _OpFailedError(Exception):
+    """An op without a savepoint has failed: its transaction begins again with them."""
+
+
+def _apply_bare(connection: Connection, write: _Write, owner: int | None) -> None:
+    if write.epoch is not None and write.epoch != owner:
+        raise _OpFailedError
+    transaction = connection.get_transaction()
+    try:
+        write.result = write.op(connection)
+    except Exception as error:
+        if isinstance(error, DBAPIError) and is_about_the_database(error):
+            raise
+        raise _OpFailedError from error
+    if connection.get_transaction() is not transaction:  # it has ended the transaction itself, with all that was in it
+        raise _OpFailedError
+
+
+def _apply(connection: Connection, write: _Write, owner: int | None, look: int = 1) -> None:
+    write.error, write.contended = None, False
+    if write.epoch is not None and write.epoch != owner:
+        write.error = OwnershipLostError(f"this service has epoch {write.epoch}, the ledger is owned by epoch {owner}")
+        return
+    again = False
     savepoint = connection.begin_nested()
     try:
         write.result = write.op(connection)
     except DBAPIError as error:
-        if error.connection_invalidated or _is_about_the_database(error):
+        if is_about_the_database(error):
             raise
-        savepoint.rollback()
-        write.error = ReefError(f"a row was refused by the ledger: {error.orig}")
+        again, write.error, write.contended = is_taken(error), meaning(error), is_contention(error)
+    except OvertakenError as error:
+        again, write.error = True, error
     except Exception as error:  # noqa: BLE001 - a supervisor: whatever an op raises belongs to its caller alone
-        savepoint.rollback()
         write.error = error
     else:
         savepoint.commit()
-
-
-def _is_about_the_database(error: DBAPIError) -> bool:
-    """Full, locked, read-only or gone: no op of the transaction can succeed. (A refused row is the op's own.)"""
-    return not isinstance(error, IntegrityError | DataError | ProgrammingError | InterfaceError | NotSupportedError)
+        return
+    savepoint.rollback()
+    if again and look < MAX_LOOKS:
+        _apply(connection, write, owner, look + 1)
 
 
 def _fail(group: list[_Write], error: BaseException) -> None:

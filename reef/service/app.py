@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reef.errors import BusyError, ReefError, UnauthorizedError
-from reef.service import openai, reports, scenarios, status
+from reef.service import deletion, openai, reports, scenarios, status
 from reef.service.errors import fault, on_http_error, on_reef_error, to_response
 from reef.service.house import House
 
@@ -25,7 +25,7 @@ def create_app(house: House) -> FastAPI:
     app.state.house = house
     app.add_exception_handler(ReefError, on_reef_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    for module in (openai, reports, scenarios, status):
+    for module in (deletion, openai, reports, scenarios, status):
         app.include_router(module.router)
     app.add_middleware(Door, house=house)
     return app

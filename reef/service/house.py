@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from reef.errors import BadRequestError, BusyError, ConflictError, NotFoundError
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
 from reef.ledger.scenarios import Scenario
-from reef.observe import Metrics
+from reef.observe import Metrics, log
 from reef.storage import Storage
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class House:
     started_at: float = field(default_factory=time.time)
     num_in_flight: int = 0
     background: set[asyncio.Task[Any]] = field(default_factory=set)
+    num_deleted: Counter[str] = field(default_factory=Counter)  # receipts since the start, by why
     _known: dict[str, Scenario] = field(default_factory=dict)
     _training: str | None = None
 
@@ -122,6 +124,13 @@ class House:
             yield
         finally:
             self.num_in_flight -= 1
+
+    def count_deleted(self, num_receipts: int, reason: str) -> None:
+        """The content of receipts was deleted: by receipt, session or scenario as asked, or by age or size."""
+        if num_receipts:
+            self.num_deleted[reason] += num_receipts
+            self.metrics.deleted.labels(reason).inc(num_receipts)
+            log.info("deleted the content of %d receipts (%s)", num_receipts, reason)
 
     def keep(self, task: asyncio.Task[Any]) -> None:
         """Hold on to a task that must end though nobody awaits it."""

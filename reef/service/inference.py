@@ -14,8 +14,9 @@ from typing import TypeVar
 import numpy as np
 from starlette.requests import Request as HttpRequest
 
-from reef.engines.client import Chunk
+from reef.engines.client import Chunk, EngineClient
 from reef.errors import BadRequestError, ReefError
+from reef.faults import reach
 from reef.ledger import receipts
 from reef.observe import log
 from reef.service.house import House
@@ -73,17 +74,17 @@ async def prepare(
 
 async def run_whole(house: House, http: HttpRequest, request: Request) -> Sequence[Receipt]:
     """Sample all choices and record them. A client that goes away aborts the work on the engine."""
-    async with house.engines.acquire() as engine:
+    async with _engine(house, http, request) as engine:
         generations = await unless_gone(http, asyncio.create_task(engine.generate(request)))
     return await _record(house, request, generations)
 
 
-async def run_stream(house: House, request: Request) -> AsyncGenerator[Item]:
+async def run_stream(house: House, http: HttpRequest, request: Request) -> AsyncGenerator[Item]:
     """Chunks as they come, then the receipts. Closed early (a client gone), what was sampled is kept as aborted."""
     seen: list[list[Chunk]] = [[] for _ in range(request.n)]
     finished: list[Generation | None] = [None] * request.n
     try:
-        async with house.engines.acquire() as engine, contextlib.aclosing(engine.stream(request)) as chunks:
+        async with _engine(house, http, request) as engine, contextlib.aclosing(engine.stream(request)) as chunks:
             async for chunk in chunks:
                 seen[chunk.choice].append(chunk)
                 finished[chunk.choice] = chunk.generation
@@ -96,6 +97,10 @@ async def run_stream(house: House, request: Request) -> AsyncGenerator[Item]:
     yield await _record(house, request, [generation for generation in finished if generation is not None])
 
 
+def _engine(house: House, http: HttpRequest, request: Request) -> contextlib.AbstractAsyncContextManager[EngineClient]:
+    return house.engines.acquire(request.session, http.headers.get("x-reef-release"))
+
+
 async def _record(house: House, request: Request, generations: Sequence[Generation]) -> Sequence[Receipt]:
     now = time.time()
     made = [
@@ -103,6 +108,7 @@ async def _record(house: House, request: Request, generations: Sequence[Generati
         for choice, generation in enumerate(generations)
     ]
     await house.ledger.write(receipts.record, request, made)
+    reach("receipt.written")
     house.metrics.receipts.inc(len(made))
     house.metrics.sampled_tokens.inc(sum(len(generation.output_ids) for generation in generations))
     return made

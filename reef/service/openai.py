@@ -170,7 +170,7 @@ def finite(logprob: float) -> float:
 
 async def _answer(house: House, http: HttpRequest, request: Request, body: SamplingBody, shape: Chat) -> Response:
     if body.stream:
-        items = run_stream(house, request)
+        items = run_stream(house, http, request)
         # The status line waits for the engine's first token: until then a refusal is a status, not an event.
         first = await unless_gone(http, asyncio.create_task(_next(items)))
         return EventStream(_events(house, request, shape, _chain(first, items)), items)

@@ -2,6 +2,9 @@
 
 lock, log, ledger, port -> HTTP answers (503) -> engine and trainer, side by side -> recovery -> ready
 stop: no new requests -> dispatcher ends its step -> trainer -> engine -> ledger, lock
+
+Where several services share a ledger, one owns it and trains. The others serve what it releases (`_follow`), and one of
+them takes its place when it is gone.
 """
 
 import asyncio
@@ -10,9 +13,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from sqlalchemy import Connection
@@ -24,7 +27,7 @@ from reef.errors import ConfigError, LoadFailedError, ReefError, UnavailableErro
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger, RunLock
 from reef.observe import Metrics, log, set_up_logging
-from reef.service import leftovers
+from reef.service import leftovers, retention
 from reef.service.app import create_app
 from reef.service.house import House
 from reef.storage import Storage, release_id
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 # it, else a request is lost on a connection that the service was just closing.
 KEEP_ALIVE_S = 75
 GRACE_S = 10  # that requests in work may take once the service stops
+FOLLOW_S = 1.0  # between looks at what the owner of a shared ledger has released
 Announce = Callable[[str], None]
 
 
@@ -56,7 +60,7 @@ async def serve(config: Config, announce: Announce) -> int:
         if ended := leftovers.reap(run_dir):
             announce(f"ended {ended} processes that the last service here left behind")
         listener = stack.enter_context(_listen(config.reef.host, config.reef.port))
-        ledger = Ledger.open(config.ledger_url, config.reef.max_pending_writes)
+        ledger = Ledger.open(config.ledger_url, config.reef.max_pending_writes, config.storage.lease_timeout_s)
         stack.callback(ledger.close)
         template = Template(config.inference.model_path)
         stack.callback(template.close)
@@ -86,12 +90,13 @@ class _Run:
                 backlog=4096,
             )
         )
-        self._loop_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # that run beside the service until it stops
+        self._url = ""
 
     async def until_stopped(self) -> int:
         self._handle_signals()
         host, port = self._listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         leftovers.write_json(self._config.reef.run_dir / "service.json", {"url": url, "pid": os.getpid()})
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
         self._announce(f"listening on {url}, logs in {self._config.logs_dir}")
@@ -119,12 +124,15 @@ class _Run:
     async def _start(self) -> None:
         house, config = self._house, self._config
         storage = await self._open_storage()
-        head = await self._head(storage)
+        head = await self._served(storage)
+        owns = await house.ledger.lease.try_acquire()
+        if owns:
+            await storage.clean(head.scenario or None)
         self._announce(f"starting the engine with release {head.id}")
         try:
             async with asyncio.timeout(config.reef.ready_timeout), asyncio.TaskGroup() as group:
                 engine = group.create_task(self._start_engine(storage, head))
-                if house.trains:
+                if house.trains and owns:
                     group.create_task(self._start_training(storage))
         except TimeoutError:
             raise UnavailableError(
@@ -133,16 +141,22 @@ class _Run:
         if house.dispatcher is not None:
             await house.dispatcher.recover()  # takes as long as it takes: each release in the log as it is replayed
             self._announce("trainer is at the head of the chain")
-        if (refused := engine.result()) is not None and house.dispatcher is not None:
-            house.dispatcher.pause(head, refused)
         if house.engines.served == storage.base.release_id:
             await house.engines.verify(storage.base)
-        if refused is None:
-            await house.ledger.write(releases.set_verified, head.id, time.time())
+        if (refused := engine.result()) is not None and house.dispatcher is not None:
+            await house.dispatcher.chain.quarantine(head, refused)
+        if refused is None and owns:
+            await house.ledger.write_owned(releases.set_verified, head.id, time.time())
         leftovers.record(config.reef.run_dir, self._pids())
         if house.dispatcher is not None:
-            self._loop_task = asyncio.create_task(self._train(house.dispatcher), name="dispatcher")
+            self._beside("dispatcher", self._train(house.dispatcher))
+        if house.ledger.shared:
+            self._beside("follow", self._follow(storage))
+        self._beside("retention", retention.run(house))
         house.waiting_for = None
+
+    def _beside(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work, name=name))
 
     async def _start_engine(self, storage: Storage, head: Release) -> str | None:
         """With the head (None); where no engine loads that, with the release verified before it, and why."""
@@ -168,15 +182,63 @@ class _Run:
         self._announce("starting Ray and the Megatron workers")
         trainer = Trainer(config, config.inference.model_path)
         house.dispatcher = Dispatcher(config, house.ledger, house.engines, trainer, storage, house.metrics)
+        house.dispatcher.gate.url = self._url
         await house.dispatcher.start()
 
     async def _train(self, dispatcher: "Dispatcher") -> None:
         """Supervises the loop: if it ends by a fault of ours, serving goes on and status says so."""
+        keeper = asyncio.create_task(self._keep_lease(dispatcher), name="lease")
         try:
             await dispatcher.run()
         except Exception as error:  # noqa: BLE001 - the supervisor
-            dispatcher.error = f"training stopped: {error}"
+            dispatcher.progress.error = f"training stopped: {error}"
             log.error("training stopped", exc_info=error)
+        finally:
+            keeper.cancel()
+
+    async def _keep_lease(self, dispatcher: "Dispatcher") -> None:
+        await self._house.ledger.lease.keep()
+        dispatcher.stop()  # another service may own the ledger by now
+
+    async def _follow(self, storage: Storage) -> None:
+        """Serve what the owner of the ledger releases; own it where nobody does."""
+        house = self._house
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            dispatcher = house.dispatcher
+            if dispatcher is not None and not house.ledger.lease.held and dispatcher.progress.phase == "stopped":
+                house.dispatcher = None
+                await dispatcher.close()
+            if house.dispatcher is not None:
+                continue
+            try:
+                await self._serve_released(storage)
+                if house.trains and await house.ledger.lease.try_acquire():
+                    await self._take_over(storage)
+            except ReefError as error:
+                log.warning("following the ledger's owner: %s", error.message)
+
+    async def _serve_released(self, storage: Storage) -> None:
+        released = await self._served(storage)
+        if released.id != self._house.engines.served:
+            await self._house.engines.load(storage.published(released))
+
+    async def _take_over(self, storage: Storage) -> None:
+        """Train in the place of an owner that is gone."""
+        house = self._house
+        self._announce(f"taking over as {house.ledger.lease.holder}")
+        try:
+            await self._start_training(storage)
+            assert house.dispatcher is not None
+            await house.dispatcher.recover()
+        except BaseException:
+            dispatcher, house.dispatcher = house.dispatcher, None
+            await house.ledger.lease.release()
+            if dispatcher is not None:
+                await dispatcher.close()
+            raise
+        self._announce("trainer is at the head of the chain")
+        self._beside("dispatcher", self._train(house.dispatcher))
 
     async def _open_storage(self) -> Storage:
         house = self._house
@@ -191,8 +253,8 @@ class _Run:
         house.storage = Storage(self._config, house.ledger, base)
         return house.storage
 
-    async def _head(self, storage: Storage) -> Release:
-        """The release to begin with; recipe.scenario is created here where it is new."""
+    async def _served(self, storage: Storage) -> Release:
+        """The release that is to be served; recipe.scenario and its base are created here where they are new."""
         config, ledger = self._config, self._house.ledger
 
         def begin(connection: Connection) -> Release:
@@ -203,22 +265,21 @@ class _Run:
             name = scenarios.training(connection)
             if name is None:
                 return storage.base_release("")
-            head = releases.head(connection, name)
-            if head is None:
-                head = storage.base_release(name)
-                releases.append(connection, head)
-            return head
+            served = releases.served(connection, name)
+            if served is None:
+                served = storage.base_release(name)
+                releases.append(connection, served)
+            return served
 
-        head = await ledger.write(begin)
-        if head.scenario:
-            base = (await ledger.read(releases.chain, head.scenario, 1, 1))[0]
+        served = await ledger.write(begin)
+        if served.scenario:
+            base = (await ledger.read(releases.chain, served.scenario, 1, 1))[0]
             if base.content_id != storage.base.content_id:
                 raise ConfigError(
                     f"inference.model-path holds {storage.base.content_id}, this run directory began with "
                     f"{base.content_id}: use the same model, or another reef.run-dir"
                 )
-        await storage.clean(head.scenario or None)
-        return head
+        return served
 
     async def _end(
         self, starting: asyncio.Task[None], stopping: asyncio.Task[bool], serving: asyncio.Task[None]
@@ -227,25 +288,27 @@ class _Run:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
-        self._house.waiting_for = "nothing: the service is stopping"
-        dispatcher = self._house.dispatcher
-        if dispatcher is not None:
-            dispatcher.stop()
+        house = self._house
+        house.waiting_for = "nothing: the service is stopping"
+        if house.dispatcher is not None:
+            house.dispatcher.stop()
         self._server.should_exit = True
         await serving
+        for task in self._tasks:
+            if task.get_name() != "dispatcher":  # that one ends its step
+                task.cancel()
         try:
-            if dispatcher is not None:
-                if self._loop_task is not None:
-                    await self._loop_task
-                await dispatcher.close()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if house.dispatcher is not None:
+                await house.dispatcher.close()
         finally:
-            await self._house.engines.stop()
-            if self._house.background:
-                await asyncio.wait(self._house.background)
+            await house.engines.stop()
+            if house.background:
+                await asyncio.wait(house.background)
+            await house.ledger.lease.release()
 
     def _pids(self) -> Iterator[int]:
-        if (engine := self._house.engines.describe()["pid"]) is not None:
-            yield engine
+        yield from self._house.engines.pids()
         if self._house.dispatcher is not None:
             yield from self._house.dispatcher.worker_pids()
 

@@ -1,7 +1,7 @@
 """Scenarios and their release chains."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -12,8 +12,20 @@ from reef.ledger import releases, reports, scenarios
 from reef.ledger.scenarios import Scenario
 from reef.service.house import House
 from reef.service.http import body_schema, house_of, json_response, read_body
-from reef.service.wire import MAX_INT, ReportBody, ScenarioBody, UpdateBody, parse, parse_json
+from reef.service.wire import (
+    MAX_INT,
+    PromoteBody,
+    ReportBody,
+    RollbackBody,
+    ScenarioBody,
+    UpdateBody,
+    parse,
+    parse_json,
+)
 from reef.types import Release, ReportState
+
+if TYPE_CHECKING:
+    from reef.dispatcher import Dispatcher  # imports Ray: not for a service that only records
 
 router = APIRouter(prefix="/reef/scenarios")
 MAX_RELEASES = 1000
@@ -69,22 +81,39 @@ async def contract(name: str, http: HttpRequest) -> Response:
 
 @router.post("/{name}/update", openapi_extra=body_schema(UpdateBody))
 async def update(name: str, http: HttpRequest) -> Response:
-    """Set the mode (auto, manual), or ask for one update in manual mode; also ends a pause of the training."""
+    """Set the mode (auto, manual), or ask for one update in manual mode."""
     house = house_of(http)
     body = parse(UpdateBody, await read_body(http))
-    scenario = await house.ledger.read(scenarios.get, name)
-    training = await house.ledger.read(scenarios.training)
-    if house.dispatcher is None or name != training:
-        raise ConflictError(f"scenario {name} does not train here", code="not_training")
-    if house.dispatcher.phase == "stopped":
-        raise ConflictError(f"{house.dispatcher.error}: restart the service", code="training_stopped")
+    dispatcher = await _dispatcher(house, name)
+    if dispatcher.progress.phase == "stopped":
+        raise ConflictError(f"{dispatcher.progress.error}: restart the service", code="training_stopped")
     if body.mode is not None:
         await house.ledger.write(scenarios.set_mode, name, body.mode)
+        dispatcher.notify()
+    elif dispatcher.progress.paused is not None:
+        raise ConflictError(f"training is paused: {dispatcher.progress.paused}; promote it or roll back", code="paused")
     else:
-        house.dispatcher.update_now()
-    house.dispatcher.resume()
+        dispatcher.update_now()
     scenario = await house.ledger.read(scenarios.get, name)
-    return json_response(_show(scenario, training, house))
+    return json_response(_show(scenario, scenario.name, house))
+
+
+@router.post("/{name}/rollback", openapi_extra=body_schema(RollbackBody))
+async def rollback(name: str, http: HttpRequest) -> Response:
+    """Weights, trainer and queue back to an earlier release: a new link of the chain with its content."""
+    house = house_of(http)
+    body = parse(RollbackBody, await read_body(http))
+    made = await (await _dispatcher(house, name)).rollback(body.release_id)
+    return json_response(_show_release(made, made, []), 201)
+
+
+@router.post("/{name}/promote", openapi_extra=body_schema(PromoteBody))
+async def promote(name: str, http: HttpRequest) -> Response:
+    """Serve a release: a held one, a quarantined head that loads by now, or another one as a new link of the chain."""
+    house = house_of(http)
+    body = parse(PromoteBody, await read_body(http))
+    made = await (await _dispatcher(house, name)).promote(body.release_id, body.force)
+    return json_response(_show_release(made, made, []), 201)
 
 
 @router.get("/{name}/releases")
@@ -110,9 +139,29 @@ async def lineage(name: str, release_id: str, http: HttpRequest) -> Response:
 @router.post("/{name}/releases/{release_id}/evaluations")
 async def add_evaluation(name: str, release_id: str, http: HttpRequest) -> Response:
     """Store a held-out result (any JSON object) on a release."""
+    house = house_of(http)
     body = parse_json(await read_body(http))
-    await house_of(http).ledger.write(releases.add_evaluation, name, release_id, dict(body), time.time())
+    await house.ledger.write(releases.add_evaluation, name, release_id, dict(body), time.time())
+    if house.dispatcher is not None:
+        house.dispatcher.notify()
     return json_response({"release_id": release_id, "stored": True}, 201)
+
+
+async def _dispatcher(house: House, name: str) -> "Dispatcher":
+    """Of the scenario that trains here.
+
+    Raises:
+        NotFoundError: there is no such scenario.
+        ConflictError: it does not train, or another service on this ledger trains it.
+        UnavailableError: still starting.
+    """
+    house.require_ready()
+    await house.ledger.read(scenarios.get, name)
+    if not house.trains or name != await house.ledger.read(scenarios.training):
+        raise ConflictError(f"scenario {name} does not train here", code="not_training")
+    if house.dispatcher is None:
+        raise ConflictError(f"another service on this ledger trains {name}: ask that one", code="not_owner")
+    return house.dispatcher
 
 
 def _show(scenario: Scenario, training: str | None, house: House) -> dict[str, Any]:
@@ -137,6 +186,11 @@ def _show_release(release: Release, head: Release | None, results: list[Any]) ->
         "batch_id": release.batch_id,
         "checkpoint": release.checkpoint,
         "restorable": release.restorable,
+        "state": release.state.value,
+        "reason": release.reason,
+        "source_release_id": release.source,
+        "replay_diverged": release.replay_diverged,
+        "num_deleted": release.num_deleted,
         "current": head is not None and release.id == head.id,
         "verified_at": release.verified_at,
         "created_at": release.created_at,

@@ -1,17 +1,20 @@
 """Alive, ready, and what is going on."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from reef.ledger import batches, releases, reports, scenarios
+from reef.ledger import batches, deletion, releases, reports, scenarios
 from reef.service.house import House
 from reef.service.http import house_of, json_response
 from reef.types import ReportState
+
+if TYPE_CHECKING:
+    from reef.gate import Gate
 
 router = APIRouter()
 
@@ -43,7 +46,7 @@ async def metrics(http: HttpRequest) -> Response:
 
 @router.get("/reef/status")
 async def status(http: HttpRequest) -> Response:
-    """The step in flight, the queue, the engine and its release, disk use, errors."""
+    """The step in flight, the queue, the engines and their releases, disk use, errors."""
     house = house_of(http)
     training = await house.ledger.read(scenarios.training)
     return json_response(
@@ -56,8 +59,12 @@ async def status(http: HttpRequest) -> Response:
             "in_flight": house.num_in_flight,
             "scenario": await _queue(house, training) if training is not None else None,
             "training": await _training(house),
-            "ledger": {"error": house.ledger.error},
-            "engines": [house.engines.describe()],
+            "ledger": {
+                "error": house.ledger.error,
+                "used_bytes": await house.ledger.read(deletion.used_bytes),
+                "deleted_receipts": dict(house.num_deleted),
+            },
+            "engines": house.engines.describe(),
             "disk": await run_in_threadpool(house.storage.disk_use) if house.storage is not None else None,
         }
     )
@@ -81,12 +88,25 @@ async def _training(house: House) -> dict[str, Any] | None:
     dispatcher = house.dispatcher
     if dispatcher is None:
         return None
-    batch = dispatcher.batch
+    batch = dispatcher.progress.batch
     return {
-        "phase": dispatcher.phase,
+        "phase": dispatcher.progress.phase,
         "batch_id": batch.id if batch else None,
         "attempt": batch.attempt if batch else None,
         "batch_error": await house.ledger.read(batches.error_of, batch.id) if batch else None,
-        "paused": dispatcher.paused,
-        "error": dispatcher.error,
+        "held": _held(dispatcher.gate),
+        "paused": dispatcher.progress.paused,
+        "error": dispatcher.progress.error,
+    }
+
+
+def _held(gate: "Gate") -> dict[str, Any] | None:
+    if gate.held is None:
+        return None
+    verdict = gate.verdict
+    return {
+        "release_id": gate.held.id,
+        "failed": verdict.failed if verdict else (),
+        "missing": verdict.missing if verdict else (),
+        "error": gate.error,
     }

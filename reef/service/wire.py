@@ -193,6 +193,19 @@ class UpdateBody(Body):
     mode: Literal["auto", "manual"] | None = None
 
 
+class RollbackBody(Body):
+    """POST /reef/scenarios/{s}/rollback: the release to go back to."""
+
+    release_id: Name
+
+
+class PromoteBody(Body):
+    """POST /reef/scenarios/{s}/promote: the release to serve; `force`: though its gate rejected it."""
+
+    release_id: Name
+    force: bool = False
+
+
 def parse(model: type[B], raw: bytes) -> B:
     """Check a body. Raises BadRequestError naming the first field that is wrong."""
     broken: BadRequestError | None = None

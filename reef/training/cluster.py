@@ -66,6 +66,7 @@ class Trainer:
         self._pids: list[int] = []
         self._group: Any = None
         self._temp_dir: Path | None = None  # of a cluster of our own
+        self._temp_link = config.reef.run_dir.absolute() / "ray"  # leads there
         self._reaper: Reaper | None = None
         self._end = threading.Event()
         self._starting = threading.RLock()  # `stop` may be called while another thread is still in `start`
@@ -109,6 +110,7 @@ class Trainer:
             if self._temp_dir is not None:
                 shutil.rmtree(self._temp_dir, ignore_errors=True)
                 self._temp_dir = None
+                self._temp_link.unlink(missing_ok=True)
 
     def step(self, batch: Batch) -> StepResult:
         """Take one optimizer step.
@@ -206,10 +208,7 @@ class Trainer:
             return
         # Else Ray keeps a token for its own use in the user's home.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        parent = tempfile.gettempdir()
-        self._temp_dir = Path(
-            tempfile.mkdtemp(prefix="reef-", dir=parent if len(parent) < LONGEST_TEMP_DIR else "/tmp")
-        )
+        self._temp_dir = self._make_temp_dir()
         ray.init(
             address="local",
             num_cpus=self._world_size,
@@ -222,6 +221,17 @@ class Trainer:
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
         )
         self._reaper = Reaper(self._temp_dir, descendants(str(self._temp_dir)))
+
+    def _make_temp_dir(self) -> Path:
+        """A directory for Ray's files, in the place of one that is still there because the reaper was killed too."""
+        self._temp_link.parent.mkdir(parents=True, exist_ok=True)
+        if self._temp_link.is_symlink():
+            shutil.rmtree(self._temp_link.readlink(), ignore_errors=True)
+            self._temp_link.unlink()
+        parent = tempfile.gettempdir()
+        made = Path(tempfile.mkdtemp(prefix="reef-", dir=parent if len(parent) < LONGEST_TEMP_DIR else "/tmp"))
+        self._temp_link.symlink_to(made)
+        return made
 
     def _start_workers(self, deadline: float) -> None:
         bundle: dict[str, float] = {"CPU": 1.0}

@@ -1,7 +1,8 @@
-"""Tiny models, their float32 reference, and inference servers as real processes on loopback."""
+"""Tiny models, their float32 reference, inference servers as real processes on loopback, and a host of fake ones."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -28,6 +30,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from reef.config import Config
+from reef.config import load as load_config
+from reef.types import Generation, Published, Request, Sampling
 
 START_TIMEOUT_S = 60
 EOS = 2
@@ -245,3 +251,104 @@ def copy_model(model_dir: Callable[[str], Path], tmp_path: Path) -> Callable[[st
         return Path(shutil.copytree(model_dir(name), tmp_path / name))
 
     return copy
+
+
+# --- replicas and pools -----------------------------------------------------------------------------------------------
+
+
+class FakeHost:
+    """Starts a FakeEngine where EngineHost starts a process; `prepare(engine)` breaks what it starts."""
+
+    def __init__(self, make_fake_engine: Callable[[str], Any], name: str = "engine-0") -> None:
+        self.name = name
+        self.engines: list[Any] = []
+        self.prepare: Callable[[Any], None] = lambda engine: None
+        self.starts_fail: Exception | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self._make = make_fake_engine
+        self._gone = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._gone.is_set() or not self.engines else 1
+
+    @property
+    def engine(self) -> Any:
+        return self.engines[-1]
+
+    async def start(self, _model_path: str, version: str, _ready_timeout_s: float) -> str:
+        await self.may_start.wait()
+        if self.starts_fail is not None:
+            self._gone.set()
+            raise self.starts_fail
+        self.engines.append(self._make(version))
+        self.prepare(self.engine)
+        self._gone = asyncio.Event()
+        return str(self.engine.url)
+
+    async def wait(self) -> int:
+        await self._gone.wait()
+        return -9
+
+    async def stop(self) -> None:
+        if self.engines:
+            await asyncio.to_thread(self.engine.stop)
+        self._gone.set()
+
+    async def die(self) -> None:
+        await self.stop()
+
+
+@pytest.fixture
+def fake_hosts(make_fake_engine: Callable[[str], Any]) -> dict[str, FakeHost]:
+    """The host of each replica's name, made when it is asked for."""
+
+    class Hosts(dict[str, FakeHost]):
+        def __missing__(self, name: str) -> FakeHost:
+            self[name] = FakeHost(make_fake_engine, name)
+            return self[name]
+
+    return Hosts()
+
+
+@pytest.fixture(scope="session")
+def published() -> Callable[..., Published]:
+    """`published("r1", path, probe)`: a release as the pool gets it."""
+
+    def make(release_id: str, path: Any = "/weights", probe: Any = None) -> Published:
+        return Published(release_id=release_id, path=str(path), content_id="sha256:0", size_bytes=1, probe=probe)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def config() -> Callable[..., Config]:
+    """`config(directory, *flags)`: the configuration of a run directory below it, which has its place for logs."""
+
+    def make(directory: Path, *settings: str) -> Config:
+        (directory / "run" / "logs").mkdir(parents=True, exist_ok=True)
+        return load_config(None, ["--reef.run-dir", str(directory / "run"), *settings], environ={})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def generate() -> Callable[..., Any]:
+    """`await generate(client, max_tokens=12)`: one greedy answer to a prompt that is always the same."""
+
+    async def run(client: Any, max_tokens: int = 12) -> Generation:
+        request = Request(
+            id=f"req_{time.monotonic_ns()}",
+            scenario="s",
+            api="completions",
+            prompt_ids=np.array([1, 294, 201, 20, 13, 21, 31, 2, 201, 1, 298, 297, 201], dtype=np.int32),
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            n=1,
+            body=b"{}",
+            created_at=0.0,
+        )
+        (generation,) = await client.generate(request)
+        return generation
+
+    return run

@@ -1,18 +1,22 @@
-"""A real SQLite ledger in a temporary directory, and short ways to fill it."""
+"""A real ledger in a SQLite file or a PostgreSQL database of the test's own, and short ways to fill it."""
 
 import asyncio
 import dataclasses
 import itertools
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
 from reef.ledger import batches, receipts, releases, reports, scenarios
 from reef.ledger.ledger import Ledger
+from reef.ledger.schema import metadata
 from reef.types import (
     Batch,
     FinishReason,
@@ -27,10 +31,12 @@ from reef.types import (
     Selection,
     Span,
 )
+from tests.postgres import PostgresServer
 
 SCENARIO = "arithmetic"
 BASE = "r0"
 NOW = 1_700_000_000.25
+MEMORY = Path("/dev/shm")  # hundreds of small transactions: not on a disk where that can be avoided
 
 
 def one_by_one(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -38,16 +44,93 @@ def one_by_one(lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple((position,) for position in range(len(lengths)))
 
 
+class Store(Protocol):
+    """Where a ledger lies, and what another process would see there."""
+
+    url: str
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Through a connection of our own."""
+
+    def dump(self) -> str:
+        """Everything in the ledger, to compare before and after."""
+
+    def copied(self) -> Any:
+        """A context with a copy of it; nothing may be connected to it meanwhile."""
+
+
+class SqliteFile:
+    """A file `ledger.db` in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "ledger.db"
+        self.url = f"sqlite:///{self.path}"
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        connection = sqlite3.connect(self.path)
+        try:
+            return connection.execute(query).fetchall()
+        finally:
+            connection.close()
+
+    def dump(self) -> str:
+        connection = sqlite3.connect(self.path)
+        try:
+            return "\n".join(connection.iterdump())
+        finally:
+            connection.close()
+
+    @contextmanager
+    def copied(self) -> Iterator["SqliteFile"]:
+        directory = Path(tempfile.mkdtemp(prefix="reef-ledger-", dir=MEMORY if MEMORY.is_dir() else None))
+        shutil.copy(self.path, directory)
+        try:
+            yield SqliteFile(directory)
+        finally:
+            shutil.rmtree(directory)
+
+
+class PostgresDatabase:
+    """A database of the tests' server."""
+
+    def __init__(self, server: PostgresServer, template: str = "template1") -> None:
+        self.server = server
+        self.name = server.create(template)
+        self.url = server.url(self.name)
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        with self.server.connect(self.name) as connection:
+            return connection.execute(query.encode()).fetchall()
+
+    def dump(self) -> str:
+        with self.server.connect(self.name) as connection:
+            tables = [connection.execute(f"SELECT * FROM {name} ORDER BY 1, 2".encode()) for name in metadata.tables]
+            return "\n".join(str(row) for table in tables for row in table)
+
+    @contextmanager
+    def copied(self) -> Iterator["PostgresDatabase"]:
+        copy = PostgresDatabase(self.server, self.name)
+        try:
+            yield copy
+        finally:
+            copy.remove()
+
+    def remove(self) -> None:
+        self.server.drop(self.name)
+
+
 class Book:
     """A ledger with a scenario that trains (its base is release r0), driven from synchronous tests."""
 
-    def __init__(self, directory: Path, max_pending: int = 4096) -> None:
-        self.path = directory / "ledger.db"
-        self.url = f"sqlite:///{self.path}"
+    def __init__(self, store: Any, max_pending: int = 4096) -> None:
+        self.store: Store = store
+        self.url = self.store.url
+        self.rows = self.store.rows
+        self.dump = self.store.dump
         self._runner = asyncio.Runner()
         self._numbers = itertools.count(1)
         self._max_pending = max_pending
-        self.ledger = Ledger.open(self.url, max_pending)
+        self.ledger = Ledger.open(self.url, self._max_pending)
 
     def begin(self) -> "Book":
         self.write(scenarios.create, SCENARIO, "grpo", NOW)
@@ -68,22 +151,6 @@ class Book:
 
     def read(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._runner.run(self.ledger.read(op, *args, **kwargs))
-
-    def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Ask the file through a connection of our own: what another process would see."""
-        connection = sqlite3.connect(self.path)
-        try:
-            return connection.execute(query).fetchall()
-        finally:
-            connection.close()
-
-    def dump(self) -> str:
-        """Everything in the ledger, to compare before and after."""
-        connection = sqlite3.connect(self.path)
-        try:
-            return "\n".join(connection.iterdump())
-        finally:
-            connection.close()
 
     def request(self, prompt: Sequence[int], **changes: Any) -> Request:
         number = next(self._numbers)
@@ -188,24 +255,70 @@ class Book:
         return committed
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    made = Book(tmp_path).begin()
-    yield made
-    made.close()
+MakeStore = Callable[[], Any]
 
 
 @pytest.fixture
-def open_book(tmp_path: Path) -> Iterator[Callable[..., Book]]:
-    """Opens ledgers in directories of their own, each with its own bound of waiting writes."""
+def make_sqlite(tmp_path: Path) -> MakeStore:
+    """Each call gives a place for another SQLite ledger."""
+
+    def make() -> SqliteFile:
+        return SqliteFile(Path(tempfile.mkdtemp(prefix="book", dir=tmp_path)))
+
+    return make
+
+
+@pytest.fixture
+def make_postgres(postgres_server: PostgresServer) -> Iterator[MakeStore]:
+    """Each call gives a new, empty PostgreSQL database."""
+    made: list[PostgresDatabase] = []
+
+    def make() -> PostgresDatabase:
+        made.append(PostgresDatabase(postgres_server))
+        return made[-1]
+
+    yield make
+    for database in made:
+        database.remove()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def make_store(request: pytest.FixtureRequest) -> MakeStore:
+    """Each call gives a place for another ledger; a test that asks for it runs on both databases."""
+    made: MakeStore = request.getfixturevalue(f"make_{request.param}")
+    return made
+
+
+@pytest.fixture
+def open_book(make_store: MakeStore) -> Iterator[Callable[..., Book]]:
+    """Opens ledgers of their own, each with its own bound of waiting writes."""
     opened: list[Book] = []
 
     def open_one(max_pending: int = 4096) -> Book:
-        directory = tmp_path / f"book{len(opened)}"
-        directory.mkdir()
-        opened.append(Book(directory, max_pending).begin())
+        opened.append(Book(make_store(), max_pending).begin())
         return opened[-1]
 
     yield open_one
     for made in opened:
         made.close()
+
+
+@pytest.fixture
+def book(open_book: Callable[..., Book]) -> Book:
+    return open_book()
+
+
+@pytest.fixture
+def sqlite_book(make_sqlite: MakeStore) -> Iterator[Book]:
+    """For what only a file does."""
+    made = Book(make_sqlite()).begin()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def postgres_book(make_postgres: MakeStore) -> Iterator[Book]:
+    """For what only a server does; its tests are slow ones."""
+    made = Book(make_postgres()).begin()
+    yield made
+    made.close()

@@ -24,12 +24,18 @@ sys.stdin.readline()
 """
 
 
-def test_a_ledger_keeps_its_run_id_and_gets_a_new_epoch_at_each_opening(book: Any) -> None:
-    run_id, epoch = book.ledger.run_id, book.ledger.epoch
+def test_a_ledger_keeps_its_run_id_and_what_it_holds_when_it_is_opened_again(book: Any) -> None:
+    run_id = book.ledger.run_id
     assert re.fullmatch("[0-9a-f]{4}", run_id)
     book.reopen()
-    assert (book.ledger.run_id, book.ledger.epoch) == (run_id, epoch + 1)
+    assert book.ledger.run_id == run_id
     assert book.read(scenarios.training) == "arithmetic"
+
+
+def test_who_opens_a_file_owns_it_with_a_new_epoch_each_time(sqlite_book: Any) -> None:
+    assert (sqlite_book.ledger.epoch, sqlite_book.ledger.shared) == (1, False)
+    sqlite_book.reopen()
+    assert sqlite_book.ledger.epoch == 2
 
 
 def test_a_second_owner_is_refused_with_the_pid_of_the_first_until_that_one_is_gone(tmp_path: Path) -> None:
@@ -48,17 +54,18 @@ def test_a_second_owner_is_refused_with_the_pid_of_the_first_until_that_one_is_g
     RunLock(tmp_path).release()
 
 
-def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(book: Any) -> None:
+def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(sqlite_book: Any) -> None:
+    book, path = sqlite_book, sqlite_book.store.path
     book.graded(2)
     book.ledger.close()
-    with contextlib.closing(sqlite3.connect(book.path)) as connection, connection:
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
         connection.execute("CREATE TABLE of_the_future (id INTEGER)")
-    before, files = book.path.read_bytes(), sorted(path.name for path in book.path.parent.iterdir())
-    with pytest.raises(LedgerError, match="schema version 99, this Reef knows versions up to 1"):
+    before, files = path.read_bytes(), sorted(path.name for path in path.parent.iterdir())
+    with pytest.raises(LedgerError, match="schema version 99, this Reef knows versions up to 2"):
         Ledger.open(book.url)
-    assert book.path.read_bytes() == before
-    assert sorted(path.name for path in book.path.parent.iterdir()) == files
+    assert path.read_bytes() == before
+    assert sorted(path.name for path in path.parent.iterdir()) == files
 
 
 def test_a_database_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -91,14 +98,17 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("url", "shown"),
     [
         ("ledger.db", "something that is not a URL"),
-        ("postgresql+psycopg://reef:hunter2@db/reef", r"postgresql\+psycopg://reef:\*\*\*@db/reef"),
+        ("postgresql://reef:hunter2@db/reef", r"postgresql://reef:\*\*\*@db/reef"),
+        ("postgresql+psycopg://db/reef?user=reef&password=hunter2", "a password after the question mark"),
         ("sqlite://", "sqlite://"),
         ("sqlite:///:memory:", "sqlite:///"),
         ("sqlite+unknown:///ledger.db", r"sqlite\+unknown"),
     ],
 )
-def test_a_url_that_is_not_a_sqlite_file_is_refused_without_its_password(url: str, shown: str) -> None:
-    with pytest.raises(ConfigError, match=f"storage.url: expected sqlite:///PATH, got {shown}") as refused:
+def test_a_url_that_is_not_one_of_a_ledger_is_refused_without_its_password(url: str, shown: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"storage.url: expected sqlite:///PATH or postgresql.*, got {shown}"
+    ) as refused:
         Ledger.open(url)
     assert "hunter2" not in refused.value.message
 
@@ -133,3 +143,55 @@ asyncio.run(run())
     with contextlib.closing(sqlite3.connect(path)) as connection:
         found = connection.execute("SELECT key FROM meta WHERE key LIKE 'note%' ORDER BY rowid").fetchall()
     assert found == [(f"note{number}",) for number in range(20)]
+
+
+def schema_of(path: Path) -> dict[str, list[Any]]:
+    """Tables with their columns, and indices, however they were made."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found = {
+            name: sorted(
+                (column, kind, notnull, str(default).strip("'"), key)
+                for _, column, kind, notnull, default, key in connection.execute(f"PRAGMA table_info({name})")
+            )
+            for name in tables
+        }
+        indices = connection.execute("SELECT name, tbl_name, sql FROM sqlite_master WHERE type = 'index'").fetchall()
+        found["indices"] = sorted((name, table, " ".join((sql or "").split())) for name, table, sql in indices)
+    return found
+
+
+def test_a_ledger_of_version_1_is_backed_up_and_brought_forward_with_all_it_holds(
+    sqlite_book: Any, tmp_path: Path
+) -> None:
+    old = tmp_path / "old" / "ledger.db"
+    old.parent.mkdir()
+    script = (Path(__file__).parent / "data" / "schema-1.sql").read_text()
+    with contextlib.closing(sqlite3.connect(old)) as connection:
+        connection.executescript(script)
+    Ledger.open(f"sqlite:///{old}").close()
+    assert schema_of(old) == schema_of(sqlite_book.store.path)
+    with contextlib.closing(sqlite3.connect(f"{old}.schema-1")) as connection:
+        assert "\n".join(connection.iterdump()) + "\n" == script
+    with contextlib.closing(sqlite3.connect(old)) as connection:
+        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("2",)
+        assert connection.execute("SELECT id, releases FROM reports ORDER BY seq").fetchall() == [
+            *((f"rep{number}", '["r0"]') for number in range(5, 9)),
+            ("rep-note", '["r0"]'),
+        ]
+        assert connection.execute("SELECT id, state, source FROM releases").fetchall() == [
+            ("r0", "released", None),
+            ("r1", "released", None),
+        ]
+
+
+def test_a_ledger_that_cannot_be_backed_up_is_not_migrated(tmp_path: Path) -> None:
+    old = tmp_path / "ledger.db"
+    with contextlib.closing(sqlite3.connect(old)) as connection:
+        connection.executescript((Path(__file__).parent / "data" / "schema-1.sql").read_text())
+    (tmp_path / "ledger.db.schema-1.partial").mkdir()
+    with pytest.raises(LedgerError, match=r"is not migrated, since it cannot be backed up to .*ledger\.db\.schema-1"):
+        Ledger.open(f"sqlite:///{old}")
+    with contextlib.closing(sqlite3.connect(old)) as connection:
+        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("1",)
+        assert "deleted_at" not in [row[1] for row in connection.execute("PRAGMA table_info(requests)")]

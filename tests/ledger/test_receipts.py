@@ -182,7 +182,7 @@ def test_a_continued_conversation_is_whole_again_and_stores_only_what_each_turn_
         [*third_prompt, 14, 15],
     ]
     assert all(receipts.compute_digest(receipt) == receipt.digest for receipt in found.values())
-    stored = book.rows("SELECT length(prompt_ids) / 4, prompt_length FROM requests ORDER BY rowid")
+    stored = book.rows("SELECT length(prompt_ids) / 4, prompt_length FROM requests ORDER BY id")
     assert stored == [(3, 3), (1, 6), (2, 9), (0, 11)]
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, event, insert, text
 
-from reef.errors import ConflictError, OwnershipLostError, ReefError, UnavailableError
-from reef.ledger import ledger as ledger_module
-from reef.ledger import receipts, scenarios
+from reef.errors import ConflictError, LedgerError, OwnershipLostError, ReefError, UnavailableError
+from reef.ledger import database, receipts, scenarios
 from reef.ledger.ledger import Ledger
 from reef.ledger.schema import meta
 from reef.ledger.writer import MAX_GROUP
@@ -105,7 +103,11 @@ def test_each_caller_gets_the_result_of_its_own_write(book: Any) -> None:
 def test_a_write_is_visible_to_another_connection_when_it_returns(book: Any) -> None:
     book.write(note, "note")
     assert notes(book) == {"note"}
-    assert book.rows("PRAGMA journal_mode") == [("wal",)]
+
+
+def test_a_commit_is_on_the_disk_when_it_returns(sqlite_book: Any) -> None:
+    assert sqlite_book.rows("PRAGMA journal_mode") == [("wal",)]
+    assert sqlite_book.write(lambda connection: connection.exec_driver_sql("PRAGMA synchronous").scalar_one()) == 2
 
 
 def test_a_write_that_raises_undoes_itself_and_not_its_neighbours(book: Any) -> None:
@@ -191,9 +193,9 @@ def test_more_waiting_writes_than_the_bound_are_refused_and_the_others_stored(op
     assert notes(book) == {"note0", "note1", "note2", "note3", "note-later"}
 
 
-def test_closing_commits_what_waits_and_refuses_what_comes_later(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
-    ledger = Ledger.open(url)
+def test_closing_commits_what_waits_and_refuses_what_comes_later(make_store: Any) -> None:
+    store = make_store()
+    ledger = Ledger.open(store.url)
 
     async def run() -> None:
         writes = [asyncio.create_task(ledger.write(note, f"note{number}")) for number in range(500)]
@@ -204,17 +206,20 @@ def test_closing_commits_what_waits_and_refuses_what_comes_later(tmp_path: Path)
             await ledger.write(note, "note-late")
 
     asyncio.run(run())
-    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as connection:
-        assert connection.execute("SELECT count(*) FROM meta WHERE key LIKE 'note%'").fetchone() == (500,)
+    assert store.rows("SELECT count(*) FROM meta WHERE key LIKE 'note%'") == [(500,)]
 
 
 def test_a_database_locked_by_another_process_is_a_503_that_passes(
-    open_book: Any, monkeypatch: pytest.MonkeyPatch
+    sqlite_book: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "BUSY_TIMEOUT_S", 0.2)
-    book = open_book()
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
+    book = sqlite_book
+    book.reopen()
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD_THE_LOCK, str(book.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD_THE_LOCK, str(book.store.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdin is not None
         assert other.stdout is not None
@@ -232,7 +237,9 @@ def test_a_database_locked_by_another_process_is_a_503_that_passes(
     assert notes(book) == {"note-after"}
 
 
-def test_a_full_database_fails_the_whole_group_and_takes_writes_again_once_there_is_room(book: Any) -> None:
+def test_a_full_database_fails_the_whole_group_and_takes_writes_again_once_there_is_room(sqlite_book: Any) -> None:
+    book = sqlite_book
+
     def bound(connection: Connection, pages: int | None) -> None:
         used = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count={pages or used + 2}")
@@ -250,10 +257,11 @@ def test_a_full_database_fails_the_whole_group_and_takes_writes_again_once_there
     assert book.rows("PRAGMA integrity_check") == [("ok",)]
 
 
-def test_a_disk_that_takes_no_more_bytes_is_a_503_and_nothing_is_half_written(book: Any) -> None:
+def test_a_disk_that_takes_no_more_bytes_is_a_503_and_nothing_is_half_written(sqlite_book: Any) -> None:
+    book = sqlite_book
     before = book.dump()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = Path(f"{book.path}-wal").stat().st_size + 40_000
+    limit = Path(f"{book.store.path}-wal").stat().st_size + 40_000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         request = book.request(range(50_000), body=os.urandom(200_000))
@@ -269,11 +277,31 @@ def test_a_disk_that_takes_no_more_bytes_is_a_503_and_nothing_is_half_written(bo
     assert book.rows("PRAGMA integrity_check") == [("ok",)]
 
 
-def test_an_owner_whose_ledger_was_taken_over_writes_nothing_more(book: Any) -> None:
+def test_a_damaged_file_is_said_to_be_damaged_by_reads_and_writes(sqlite_book: Any) -> None:
+    book = sqlite_book
+    receipt = book.complete([1], [2])
+    (page,) = book.rows("SELECT rootpage FROM sqlite_master WHERE name = 'receipts'")[0]
+    (size,) = book.rows("PRAGMA page_size")[0]
+    book.ledger.close()
+    with book.store.path.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * size)
+    book.ledger = Ledger.open(book.url)
+    for use in (lambda: book.read(receipts.get, receipt.id), lambda: book.accept(receipt.id)):
+        with pytest.raises(LedgerError, match="the ledger is damaged, `reef doctor --ledger`") as refused:
+            use()
+        assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (500, "damaged", None)
+    assert book.write(note, "note") == "note"  # elsewhere it still works
+
+
+def test_an_owner_whose_ledger_was_taken_over_writes_nothing_more(sqlite_book: Any) -> None:
+    book = sqlite_book
     newer = Ledger.open(book.url)
     try:
         with pytest.raises(OwnershipLostError, match=r"epoch 1, .*epoch 2"):
             book.write(note, "note-old")
+        with pytest.raises(OwnershipLostError, match=r"epoch 1, .*epoch 2"):
+            asyncio.run(book.ledger.write_owned(note, "note-old"))
         asyncio.run(newer.write(note, "note-new"))
     finally:
         newer.close()
@@ -302,6 +330,6 @@ def test_reads_see_one_moment_though_writes_go_on(book: Any) -> None:
 
 
 def test_a_read_cannot_write(book: Any) -> None:
-    with pytest.raises(UnavailableError, match="readonly"):
+    with pytest.raises(UnavailableError, match=r"read-?only"):
         book.read(note, "note")
     assert notes(book) == set()

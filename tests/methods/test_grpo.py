@@ -22,7 +22,7 @@ def candidates(spec: str, start: float = NOW, every_s: float = 0.0) -> list[Cand
             seq=position,
             group=word[0],
             score=float(word[1:]),
-            oldest_release="r0",
+            releases=("r0",),
             accepted_at=start + position * every_s,
         )
         for position, word in enumerate(spec.split())

@@ -472,6 +472,14 @@ def test_an_unknown_purpose_is_refused(recorder, is_error) -> None:
     is_error(response, 400, param="x-reef-purpose", says="'test'")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_may_name_the_release_that_must_answer(recorder, is_error, stream) -> None:
+    served = recorder.status()["engines"][0]["release_id"]
+    assert recorder.chat("1+1=", headers={"x-reef-release": served}, stream=stream).status_code == 200
+    response = recorder.chat("1+1=", headers={"x-reef-release": "another"}, stream=stream)
+    is_error(response, 409, param="x-reef-release", code="release_not_served", says=f"{served} is served")
+
+
 def test_a_recipe_that_the_service_does_not_run_is_a_conflict(recorder, is_error, scenario) -> None:
     headers = {"x-reef-scenario": scenario, "x-reef-recipe": "grpo"}
     assert recorder.chat("1+1=", headers=headers).status_code == 200

@@ -24,8 +24,13 @@ def test_a_report_is_stored_under_a_new_id_and_says_where_it_is(recorder, receip
     assert (answer["state"], answer["reason"]) == ("recorded", "not_training")
     assert (answer["scenario"], answer["score"], answer["references"]) == (scenario, 1.0, [receipt])
     assert (answer["step"], answer["release_id"], answer["batch_id"]) == (None, None, None)
-    assert recorder.get(f"/reef/reports/{answer['agent_record_id']}").json() == answer
-    assert recorder.receipt(receipt)["reports"] == [answer["agent_record_id"]]
+    shown = recorder.get(f"/reef/reports/{answer['agent_record_id']}").json()
+    recorded = {"event": "recorded", "report_id": answer["agent_record_id"], "score": 1.0, "reason": "not_training"}
+    assert shown == {**answer, "history": [{"at": answer["created_at"], **recorded}]}
+    receipt = recorder.receipt(receipt)
+    assert receipt["reports"] == [answer["agent_record_id"]]
+    assert [event["event"] for event in receipt["history"]] == ["written", "recorded"]
+    assert receipt["history"][1:] == shown["history"]
 
 
 def test_every_field_of_a_report_is_taken(recorder, receipt, scenario) -> None:
@@ -46,7 +51,8 @@ def test_every_field_of_a_report_is_taken(recorder, receipt, scenario) -> None:
     response = recorder.post(REPORT, body)
     assert response.status_code == 200, response.text
     assert response.json()["group"] == "g"
-    assert recorder.get(f"/reef/reports/{body['agent_record_id']}").json() == response.json()
+    shown = recorder.get(f"/reef/reports/{body['agent_record_id']}").json()
+    assert shown == {**response.json(), "history": shown["history"]}
 
 
 @pytest.mark.parametrize(

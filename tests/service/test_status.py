@@ -8,6 +8,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -146,15 +147,16 @@ def test_reef_why_tells_the_story_of_a_receipt_and_of_a_report(reef, recorder, s
     receipt = recorder.chat("1+1=", headers={"x-reef-scenario": scenario}).headers["x-reef-agent-record-id"]
     status, text = reef("why", receipt)
     assert status == 0
-    assert f"receipt {receipt}: " in text
-    assert "exact" in text
-    assert "no report references it" in text
+    written, ended = text.splitlines()
+    assert re.fullmatch(rf"\S+ \S+  receipt {receipt} written, \d+ tokens from \S+, exact", written)
+    assert ended == "no report references it"
     report = f"job/{scenario} 1?x=%41"
     recorder.post("/reef/report", {"agent_record_id": report, "references": [receipt], "score": 1})
     for asked in (receipt, report):
         status, text = reef("why", asked)
         assert status == 0
-        assert f"report {report}: score 1.0, recorded: not_training" in text
+        assert f"report {report} with score 1.0 recorded, not to be trained: not_training" in text
+        assert text.count("\n") == (2 if asked == receipt else 1)
     assert json.loads(reef("why", report, "--json")[1])["reports"][0]["references"] == [receipt]
     status, text = reef("why", "nothing")
     assert status == 1

@@ -17,6 +17,7 @@ from safetensors.torch import load
 
 from reef.engines.embedded.architecture import Architecture
 from reef.engines.embedded.errors import ModelError
+from reef.faults import reach
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -82,6 +83,7 @@ def load_weights(path: Path, arch: Architecture, dtype: torch.dtype) -> Weights:
             a NaN or an infinity.
     """
     tensors = _read(path)
+    reach("load.engine")
     if arch.tied:
         tensors.pop("lm_head.weight", None)  # a copy of the embedding that some writers keep
     _check(path, tensors, expected_shapes(arch))

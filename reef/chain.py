@@ -1,0 +1,278 @@
+"""The chain's head: bringing trainer and engines to it, and moving it to older content and back.
+
+    serve(release)      engines load it; where none does, it is quarantined and what was verified before serves on
+    rollback, promote   a new link with an older release's weights, trainer state and queue
+    keep(release)       checkpoints and pruning
+    revive()            fresh workers at the head
+
+Called by the dispatcher's loop only, between its steps.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+from reef.config import Config
+from reef.engines.pool import Engines
+from reef.errors import (
+    ConflictError,
+    LoadFailedError,
+    OwnershipLostError,
+    ReefError,
+    UnavailableError,
+    WorkersLostError,
+)
+from reef.faults import reach
+from reef.gate import Gate
+from reef.ledger import batches, releases
+from reef.ledger.ledger import Ledger
+from reef.observe import log
+from reef.progress import Progress
+from reef.recovery import Recovery
+from reef.storage import Storage
+from reef.training.cluster import Trainer
+from reef.types import Operation, Release, ReleaseState
+
+MAX_RESTARTS = 5  # of the workers in a row, before training ends
+RESTART_RETRY_S = 2.0  # before each of them but the first
+
+
+class Chain:
+    """The training scenario's chain, as its owner moves it."""
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        engines: Engines,
+        trainer: Trainer,
+        storage: Storage,
+        recovery: Recovery,
+        gate: Gate,
+        progress: Progress,
+    ) -> None:
+        self._config = config.training
+        self._ledger = ledger
+        self._engines = engines
+        self._trainer = trainer
+        self._storage = storage
+        self._recovery = recovery
+        self._gate = gate
+        self._progress = progress
+        self._read = partial(progress.until_stored, ledger.read)
+        self._write = partial(progress.until_stored, ledger.write_owned)
+        self.scenario: str | None = None
+        self.astray = False  # the trainer is not at the head: a step is not committed, or a rollback was given up
+
+    async def head(self) -> Release:
+        """The newest link. The scenario has been created, and so has its base."""
+        head: Release | None = await self._read(releases.head, self.scenario)
+        assert head is not None
+        return head
+
+    async def come_home(self, fresh: bool = False) -> None:
+        """Bring the trainer to the head. `fresh`: its workers have just started. Raises what `Recovery.bring` does."""
+        await self._recovery.bring(await self.head(), fresh)
+        self.astray = False
+
+    async def serve(self, release: Release) -> None:
+        """Have the engines load the head; where none does, quarantine it and serve what was verified before."""
+        self._progress.phase = "loading"
+        try:
+            await self._engines.load(self._storage.published(release))
+        except LoadFailedError as error:
+            await self.quarantine(release, error.message)
+            await self._go_back(release)
+            return
+        await self._write(releases.set_verified, release.id, time.time())
+        self._progress.error = None
+
+    async def hold(self, release: Release, wake: Callable[[], None]) -> None:
+        """Have the gate hold the head; where no engine loads it, quarantine it."""
+        self._progress.phase = "holding"
+        try:
+            await self._gate.hold(release, wake)
+        except LoadFailedError as error:
+            await self.quarantine(release, error.message)
+
+    async def quarantine(self, release: Release, reason: str) -> None:
+        """No engine loads it: train no further until a promotion or a rollback."""
+        await self._set_state(release, ReleaseState.QUARANTINED, reason)
+        self._progress.pause(f"release {release.id} is quarantined: {reason}")
+
+    async def release(self, held: Release, reason: str) -> None:
+        """The held head is served from now on."""
+        await self._set_state(held, ReleaseState.RELEASED, reason)
+        await self._gate.let_go()
+        self._progress.paused = None
+        await self.serve(held)
+
+    async def reject(self, held: Release, reason: str) -> None:
+        """The held head has failed its gate: back to what is served."""
+        log.warning("release %s failed the gate: %s", held.id, reason)
+        served = await self._read(releases.served, held.scenario)
+        try:
+            await self._jump(Operation.ROLLBACK, served, held, f"failed the gate: {reason}")
+        except ConflictError as error:
+            self._progress.pause(f"{held.id} failed the gate ({reason}), and {error.message}")
+
+    async def rollback(self, release_id: str) -> Release:
+        """Back to an earlier release, which was served once. Raises NotFoundError, ConflictError."""
+        head, target = await self.head(), await self._find(release_id)
+        if target.state is not ReleaseState.RELEASED:
+            raise ConflictError(f"{target.id} is {target.state}: {target.reason}", code=f"release_{target.state}")
+        return await self._move(Operation.ROLLBACK, target, head)
+
+    async def promote(self, release_id: str, force: bool) -> Release:
+        """Serve a release; `force`: though its gate rejected it. Raises NotFoundError, ConflictError."""
+        head, target = await self.head(), await self._find(release_id)
+        if target.id == head.id and head.state is ReleaseState.PENDING:
+            await self.release(head, "promoted by hand")
+            return await self.head()
+        if target.id == head.id and head.state is ReleaseState.QUARANTINED:
+            return await self._load_again(head)
+        if target.state is ReleaseState.QUARANTINED:
+            raise ConflictError(f"{target.id} is quarantined: {target.reason}", code="release_quarantined")
+        if target.state is ReleaseState.REJECTED and not force:
+            raise ConflictError(
+                f"{target.id} was rejected: {target.reason}; to serve it all the same, force it", code="gate_failed"
+            )
+        return await self._move(Operation.PROMOTE, target, head)
+
+    async def keep(self, release: Release, seconds: float) -> None:
+        """After a step of so many seconds: a checkpoint every N releases or seconds, and no more than storage keeps."""
+        self._progress.phase = "storing"
+        self._recovery.replay_s += seconds
+        if release.number % self._config.checkpoint_every == 0 or self._recovery.replay_s >= self._config.max_replay_s:
+            await self._save(release)
+        await self._progress.until_stored(self._storage.prune, release.scenario)
+
+    async def checkpoint(self) -> None:
+        """A checkpoint of the head, where it has none. Raises WorkersLostError."""
+        if self.scenario is None:
+            return
+        head = await self.head()
+        if head.checkpoint is None and head.operation is not Operation.BASE:
+            await self._recovery.save(head)
+            await self._progress.until_stored(self._storage.prune, head.scenario)
+
+    async def revive(self) -> None:
+        """Fresh workers at the head; again, up to MAX_RESTARTS times, where they are lost on the way there."""
+        self._progress.phase = "recovering"
+        for restart in range(1, MAX_RESTARTS + 1):
+            try:
+                await asyncio.to_thread(self._trainer.restart)
+                await self.come_home(fresh=True)
+                return
+            except WorkersLostError as error:
+                self._progress.error = error.message
+                log.warning("restart %d of the workers failed: %s", restart, error.message)
+                if self._progress.stopping or restart == MAX_RESTARTS:
+                    raise
+            await asyncio.sleep(RESTART_RETRY_S)
+
+    async def _find(self, release_id: str) -> Release:
+        found: Release = await self._read(releases.get, self.scenario, release_id)
+        return found
+
+    async def _set_state(self, release: Release, state: ReleaseState, reason: str) -> None:
+        await self._write(releases.set_state, release.id, state, reason, time.time())
+
+    async def _go_back(self, release: Release) -> None:
+        """Serve what was verified last before `release`."""
+        verified = await self._read(releases.verified_before, release)
+        try:
+            await self._engines.load(self._storage.published(verified))
+        except LoadFailedError as error:
+            log.error("nothing is served: %s", error.message)
+
+    async def _load_again(self, head: Release) -> Release:
+        self._progress.phase = "loading"
+        await self._write_anew(head)
+        try:
+            await self._engines.load(self._storage.published(head))
+        except LoadFailedError as error:
+            await self._go_back(head)
+            raise ConflictError(f"{head.id} still does not load: {error.message}", code="load_failed") from error
+        await self._set_state(head, ReleaseState.RELEASED, "promoted by hand")
+        await self._write(releases.set_verified, head.id, time.time())
+        self._progress.paused = self._progress.error = None
+        return await self.head()
+
+    async def _write_anew(self, head: Release) -> None:
+        """Where the head's weights are not whole on disk: from the trainer, which is there. Raises ConflictError."""
+        try:
+            await asyncio.to_thread(self._storage.check_bytes, head)
+        except LoadFailedError as error:
+            log.warning("writing %s anew: %s", head.id, error.message)
+            made = await self._progress.until_stored(
+                asyncio.to_thread, self._trainer.publish, head.id, self._storage.releases_dir
+            )
+            if made.content_id != head.content_id:
+                reason = f"{head.id} cannot be written anew: the trainer holds {made.content_id}"
+                raise ConflictError(reason, code="load_failed") from error
+
+    async def _move(self, operation: Operation, target: Release, head: Release) -> Release:
+        if target.id in (head.id, head.source):
+            raise ConflictError(f"{target.id} is what the head {head.id} holds already", code="already_current")
+        return await self._jump(operation, target, head)
+
+    async def _jump(self, operation: Operation, target: Release, head: Release, reason: str | None = None) -> Release:
+        """A new head with `target`'s weights, trainer state and queue.
+
+        Raises:
+            ConflictError: `target` cannot be restored whole; nothing has changed, but the trainer may be `astray`.
+        """
+        self._progress.phase = "restoring"
+        reach("rollback.before")
+        release_id = self._storage.release_id(head.number + 1)
+        self.astray = True
+        try:
+            await self._recovery.bring(target)
+            published = await self._progress.until_stored(
+                asyncio.to_thread, self._trainer.publish, release_id, self._storage.releases_dir
+            )
+            if published.content_id != target.content_id:
+                raise ReefError(f"it came out as {published.content_id} instead of {target.content_id}")
+        except (OwnershipLostError, UnavailableError):
+            raise
+        except ReefError as error:
+            if isinstance(error, WorkersLostError):
+                await self.revive()
+            raise ConflictError(f"{target.id} cannot be restored: {error.message}", code="unrestorable") from error
+        now = time.time()
+        release = Release(
+            id=release_id,
+            scenario=head.scenario,
+            number=head.number + 1,
+            parent=head.id,
+            content_id=target.content_id,
+            operation=operation,
+            policy_version=target.policy_version,
+            step=target.step,
+            batch_id=None,
+            path=published.path,
+            checkpoint=None,
+            restorable=True,
+            created_at=now,
+            source=target.id,
+            reason=reason,
+        )
+        await self._write(batches.jump, release, now)
+        reach("rollback.committed")
+        self.astray = False
+        await self._gate.let_go()
+        self._progress.paused = self._progress.error = None
+        log.warning("%s to %s: %s follows %s", operation, target.id, release.id, head.id)
+        await self.serve(release)
+        await self._save(release)  # so that a crash need not go the whole way to the old release again
+        await self._progress.until_stored(self._storage.prune, release.scenario)
+        return await self.head()
+
+    async def _save(self, release: Release) -> None:
+        try:
+            await self._recovery.save(release)
+        except WorkersLostError as error:
+            log.warning("no checkpoint of %s: %s", release.id, error.message)
+            await self.revive()

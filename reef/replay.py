@@ -1,0 +1,99 @@
+"""`reef replay`: makes a release again from the ledger, from the base on, beside a running service or without one.
+
+The same code brings the trainer back after a crash: `reef.recovery.replay`.
+"""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from reef.config import Config
+from reef.errors import ConfigError, ConflictError
+from reef.ledger import releases, scenarios
+from reef.ledger.reading import open_reading
+from reef.recovery import replay
+from reef.training.cluster import Trainer
+from reef.training.manifest import content_id_of
+from reef.training.settings import settings
+from reef.types import Release
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+def run(config: Config, scenario: str | None, to: str | None, directory: Path | None, say: Say) -> int:
+    """Train every release up to `to` (none: the head) again in a fresh directory; 1 where one came out different.
+
+    The last one stays in `directory` (none: `RUN-DIR-replay/RELEASE`), a model as any release is.
+
+    Raises:
+        NotFoundError: there is no such scenario or release.
+        ConfigError: the model that training began with is not there, or `directory` is not fresh.
+        ConflictError: nothing was trained up to there.
+        GoneError: receipts that it was trained on were deleted.
+    """
+    return asyncio.run(_run(config, scenario, to, directory, say))
+
+
+async def _run(config: Config, scenario: str | None, to: str | None, directory: Path | None, say: Say) -> int:
+    async def read(query: Callable[..., T], *args: Any) -> T:
+        def work() -> T:
+            with open_reading(config.ledger_url) as connection:
+                return query(connection, *args)
+
+        return await asyncio.to_thread(work)
+
+    async def once(store: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return await store(*args)
+
+    target = await _target(read, scenario, to)
+    steps = await read(releases.steps_to, target, 0)
+    if not steps:
+        raise ConflictError(f"{target.id} is the model as it came: there is nothing to train again")
+    base = (await read(releases.chain, target.scenario, 1, 1))[0]
+    found = await asyncio.to_thread(content_id_of, config.inference.model_path)
+    if found != base.content_id:
+        raise ConfigError(
+            f"inference.model-path {config.inference.model_path} holds {found}, training began with {base.content_id}"
+        )
+    directory = _fresh(directory or config.reef.run_dir.with_name(f"{config.reef.run_dir.name}-replay") / target.id)
+    say(f"replaying {len(steps)} releases from {base.id} to {target.id} in {directory}")
+    own = config.model_copy(update={"reef": config.reef.model_copy(update={"run_dir": directory / "logs"})})
+    trainer = Trainer(own, config.inference.model_path)
+    different = 0
+    try:
+        await asyncio.to_thread(trainer.start)
+        before: Path | None = None
+        async for release, made, _ in replay(read, trainer, settings(config), steps, directory, once):
+            same = made.content_id == release.content_id
+            different += not same
+            say(f"{release.id}  {made.content_id}  {'equal' if same else f'DIFFERENT: it was {release.content_id}'}")
+            if before is not None:
+                shutil.rmtree(before)
+            before = Path(made.path)
+    finally:
+        await asyncio.to_thread(trainer.stop)
+    say(f"{before}: {'every release is equal' if not different else f'{different} of {len(steps)} are different'}")
+    return 1 if different else 0
+
+
+async def _target(read: Callable[..., Awaitable[Any]], scenario: str | None, to: str | None) -> Release:
+    name = scenario or await read(scenarios.training)
+    if name is None:
+        raise ConflictError("no scenario was ever trained in this ledger")
+    await read(scenarios.get, name)
+    target: Release | None = await read(releases.head, name) if to is None else await read(releases.get, name, to)
+    if target is None:
+        raise ConflictError(f"scenario {name} has no releases of its own")
+    return target
+
+
+def _fresh(directory: Path) -> Path:
+    with contextlib.suppress(FileNotFoundError):
+        if any(directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty: give another --directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

@@ -1,0 +1,388 @@
+"""One engine server: loads, verification, restarts; started here or by somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from aiohttp import web
+
+import reef.engines.replica as module
+from reef.engines.replica import Replica
+from reef.errors import EngineError, LoadFailedError
+from reef.observe import Metrics
+from reef.types import Probe
+
+PROBE = Probe((4, 5, 6), (-1.0, -1.0))  # what a FakeEngine scores
+WRONG = Probe((4, 5, 6), (-1.0, -1.1))
+
+
+def refuses(http, body):
+    return web.Response(status=500, text="no memory")
+
+
+def value(counter) -> float:
+    return counter._value.get()
+
+
+def routes(engine) -> list[str]:
+    return [route for route, _ in engine.calls]
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def with_replica(tmp_path, config, published, fake_hosts):
+    """Run `work(replica, host)` over a replica whose servers are fakes, started with release r0."""
+
+    def run(work, *settings):
+        async def main():
+            host = fake_hosts["engine-0"]
+            replica = Replica(host.name, config(tmp_path, *settings), Metrics(), host)
+            try:
+                async with asyncio.timeout(30):
+                    await replica.start(published("r0"))
+                    await work(replica, host)
+            finally:
+                await replica.stop()
+
+        asyncio.run(main())
+
+    return run
+
+
+def seen(replica) -> tuple[str, str | None, str | None]:
+    return replica.state, replica.served, replica.error
+
+
+# --- a load, and what can go wrong in it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "flushes"), [("retract", True), ("in_place", False), ("abort", True)])
+def test_a_load_pauses_loads_and_continues_and_the_pause_mode_says_whether_the_cache_is_kept(
+    with_replica, published, mode, flushes
+) -> None:
+    async def work(replica, host):
+        await replica.load(published("r1", "/releases/r1", PROBE))
+        load = routes(host.engine).index("/update_weights_from_disk")
+        assert host.engine.calls[load - 1 : load + 2] == [
+            ("/pause_generation", {"mode": mode}),
+            (
+                "/update_weights_from_disk",
+                {"model_path": "/releases/r1", "weight_version": "r1", "flush_cache": flushes},
+            ),
+            ("/continue_generation", {}),
+        ]
+        assert seen(replica) == ("ready", "r1", None)
+        assert replica.last_load["total_s"] > 0
+        assert len(host.engines) == 1
+
+    with_replica(work, "--inference.pause-mode", mode)
+
+
+def loads_something_else(http, body):
+    return {"success": True}
+
+
+@pytest.mark.parametrize(
+    ("route", "answer"),
+    [
+        ("/update_weights_from_disk", refuses),
+        ("/update_weights_from_disk", loads_something_else),
+        ("/pause_generation", refuses),
+        ("/continue_generation", refuses),
+        ("/generate", refuses),
+    ],
+)
+def test_a_server_that_fails_a_load_is_restarted_with_the_release(with_replica, published, route, answer) -> None:
+    async def work(replica, host):
+        host.engine.answers[route] = answer
+        await replica.load(published("r1", probe=PROBE))
+        assert len(host.engines) == 2
+        assert host.engine.version == "r1"
+        assert seen(replica) == ("ready", "r1", None)
+        assert value(replica._metrics.load_failures) == 1
+
+    with_replica(work)
+
+
+@pytest.mark.parametrize(
+    "route", ["/update_weights_from_disk", "/pause_generation", "/continue_generation", "/generate"]
+)
+def test_a_server_that_never_answers_a_load_is_given_up_in_time_by_name_and_restarted(
+    with_replica, published, caplog, route
+) -> None:
+    async def work(replica, host):
+        first = host.engine
+        first.answers[route] = first.never
+        started = time.monotonic()
+        await replica.load(published("r1", probe=PROBE))
+        assert time.monotonic() - started < 10
+        assert len(host.engines) == 2
+        assert seen(replica) == ("ready", "r1", None)
+        assert "release r1 did not load, restarting engine-0" in caplog.text
+        assert first.url in caplog.text
+
+    with_replica(work, "--inference.load-timeout-s", "0.3")
+
+
+def test_a_release_that_fails_in_place_and_after_a_restart_closes_the_gate_until_a_good_one_comes(
+    with_replica, published
+) -> None:
+    async def work(replica, host):
+        with pytest.raises(LoadFailedError, match=r"differ by 0\.1 on the probe of r1"):
+            await replica.load(published("r1", probe=WRONG))
+        assert len(host.engines) == 2
+        assert (replica.ready, replica.state, replica.served) == (False, "failed", "r0")
+        assert "differ by 0.1" in replica.error
+        await asyncio.sleep(0.05)  # nobody restarts it with a release that it has failed
+        assert len(host.engines) == 2
+        await replica.load(published("r2", probe=PROBE))
+        assert len(host.engines) == 2
+        assert seen(replica) == ("ready", "r2", None)
+
+    with_replica(work)
+
+
+@pytest.mark.parametrize("scored", [None, float("nan")])
+def test_a_probe_without_a_number_is_no_agreement(with_replica, published, scored) -> None:
+    def broken(http, body):
+        entries = [[None, 4, None], [scored, 5, None], [-1.0, 6, None]]
+        text = json.dumps({"output_ids": [], "meta_info": {"input_token_logprobs": entries}})
+        return web.Response(text=text, content_type="application/json")
+
+    async def work(replica, host):
+        host.prepare = lambda engine: engine.answers.update({"/generate": broken})
+        host.prepare(host.engine)
+        with pytest.raises(LoadFailedError):
+            await replica.load(published("r1", probe=PROBE))
+
+    with_replica(work)
+
+
+def test_a_request_that_was_in_a_server_when_it_was_replaced_fails_as_the_engines_fault(
+    with_replica, published, generate
+) -> None:
+    async def ask(replica):
+        with replica.use() as client:
+            return await generate(client)
+
+    async def work(replica, host):
+        host.engine.answers["/generate"] = host.engine.never
+        running = asyncio.create_task(ask(replica))
+        await until(lambda: "/generate" in routes(host.engine))
+        assert replica.num_in_flight == 1
+        host.engine.answers["/update_weights_from_disk"] = refuses
+        await replica.load(published("r1"))
+        with pytest.raises(EngineError):
+            await running
+        assert replica.num_in_flight == 0
+
+    with_replica(work)
+
+
+# --- a server that ends -----------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_dies_is_restarted_with_the_newest_release_that_it_should_serve(with_replica, published) -> None:
+    async def work(replica, host):
+        await replica.load(published("r1"))
+        await host.die()
+        await until(lambda: len(host.engines) == 2 and replica.ready)
+        assert host.engine.version == "r1"
+        assert seen(replica) == ("ready", "r1", None)
+        assert value(replica._metrics.engine_restarts) == 1
+
+    with_replica(work)
+
+
+def test_a_release_that_is_wanted_during_a_restart_is_the_first_that_is_served_after_it(
+    with_replica, published
+) -> None:
+    async def work(replica, host):
+        host.may_start.clear()
+        await host.die()
+        await until(lambda: replica.state == "restarting")
+        starting = replica._watcher
+        await asyncio.sleep(0.02)  # it is starting with r0
+        replica.want(published("r1", probe=PROBE))
+        host.may_start.set()
+        await replica.gate.wait()
+        assert (host.engine.version, replica.served) == ("r1", "r1")
+        assert replica._watcher is starting
+
+    with_replica(work)
+
+
+def test_a_load_takes_over_from_a_restart_that_does_not_end(with_replica, published) -> None:
+    async def work(replica, host):
+        host.prepare = lambda engine: engine.answers.update({"/health": engine.never})
+        await host.die()
+        await until(lambda: len(host.engines) == 2)
+        host.prepare = lambda engine: None
+        await replica.load(published("r1"))
+        assert (replica.served, host.engine.version) == ("r1", "r1")
+
+    with_replica(work)
+
+
+@pytest.mark.parametrize("failure", [EngineError("no port"), OSError(12, "no memory")])
+def test_a_server_that_fails_too_often_in_a_row_is_given_up_until_a_load_brings_it_back(
+    with_replica, published, monkeypatch, failure
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+
+    async def work(replica, host):
+        host.starts_fail = failure
+        await host.die()
+        await until(lambda: replica.state == "failed")
+        assert "giving up after 2 restarts in a row" in replica.error
+        assert "no port" in replica.error or "no memory" in replica.error
+        host.starts_fail = None
+        await replica.load(published("r1"))
+        assert seen(replica) == ("ready", "r1", None)
+        await host.die()  # and it is watched again
+        started = len(host.engines)
+        await until(lambda: len(host.engines) > started and replica.ready)
+
+    with_replica(work, "--inference.max-restarts", "2")
+
+
+def test_one_that_recovers_is_tried_max_restarts_times_the_load_that_failed_being_the_first(
+    with_replica, published, monkeypatch
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+
+    async def work(replica, host):
+        with pytest.raises(LoadFailedError):
+            await replica.load(published("r1", probe=WRONG))
+        replica.recover()
+        replica.recover()  # it is under way: once more is nothing
+        assert (replica.state, "differ by 0.1" in replica.error) == ("restarting", True)
+        await until(lambda: replica.state == "failed")
+        assert len(host.engines) == 4
+        assert "giving up after 3 restarts in a row" in replica.error
+        assert "differ by 0.1" in replica.error
+
+    with_replica(work, "--inference.max-restarts", "3")
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_ends_the_server_with_the_requests_in_work(with_replica, generate) -> None:
+    async def ask(replica):
+        with replica.use() as client:
+            return await generate(client)
+
+    async def work(replica, host):
+        held = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        async def answer(http, body):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(held.wait(), loop))
+            return host.engine.generation([5, 6, 2])
+
+        host.engine.answers["/generate"] = answer
+        running = asyncio.create_task(ask(replica))
+        await until(lambda: "/generate" in routes(host.engine))
+        stopping = asyncio.create_task(replica.stop())
+        with pytest.raises(EngineError):
+            await running
+        assert (replica.ready, replica.state) == (False, "stopped")
+        held.set()
+        await stopping
+        assert host.pid is None
+
+    with_replica(work)
+
+
+# --- a server that somebody else runs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attached(tmp_path, config, published, fake_engine):
+    """Run `work(replica)` over a replica attached to `fake_engine` by inference.url."""
+
+    def run(work, *settings, start="v0"):
+        async def main():
+            replica = Replica(
+                "engine-0", config(tmp_path, "--inference.url", fake_engine.url, *settings), Metrics(), None
+            )
+            try:
+                await replica.start(published(start))
+                await work(replica)
+            finally:
+                await replica.stop()
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_an_attached_server_that_has_the_release_is_used_as_it_is(attached, fake_engine) -> None:
+    async def work(replica):
+        shown = replica.describe()
+        assert (shown["url"], shown["release_id"], shown["pid"]) == (fake_engine.url, "v0", None)
+
+    attached(work)
+    assert "/update_weights_from_disk" not in routes(fake_engine)
+
+
+def test_an_attached_server_with_other_weights_loads_the_release_first(attached, fake_engine) -> None:
+    async def work(replica):
+        assert fake_engine.version == replica.served == "r7"
+
+    attached(work, start="r7")
+
+
+def test_a_load_that_fails_on_an_attached_server_leaves_it_running_and_closes_the_gate(
+    attached, published, fake_engine
+) -> None:
+    async def work(replica):
+        fake_engine.answers["/update_weights_from_disk"] = lambda http, body: {"success": False, "message": "no disk"}
+        with pytest.raises(LoadFailedError, match=r"the attached engine failed: .*no disk"):
+            await replica.load(published("r1"))
+        assert fake_engine.calls[-1][0] == "/continue_generation"
+        assert not replica.ready
+        replica.recover()  # there is nothing that we could restart
+        assert (replica.state, replica._watcher) == ("failed", None)
+        del fake_engine.answers["/update_weights_from_disk"]
+        await replica.load(published("r2"))
+        assert seen(replica) == ("ready", "r2", None)
+
+    attached(work)
+
+
+def test_the_shorter_context_of_engine_and_configuration_holds(attached, fake_engine) -> None:
+    async def shorter(replica):
+        assert replica.context_length == 100
+
+    async def longer(replica):
+        assert replica.context_length == 512
+
+    attached(shorter, "--inference.context-length", "100")
+    attached(longer, "--inference.context-length", "4096")
+    fake_engine.answers["/model_info"] = lambda http, body: {"weight_version": "v0"}
+    with pytest.raises(EngineError, match=r"set inference\.context-length"):
+        attached(longer)
+
+
+def test_an_attached_server_that_is_not_there_is_named(tmp_path, config, published, make_fake_engine) -> None:
+    gone = make_fake_engine()
+    gone.stop()
+
+    async def main():
+        settings = ["--inference.url", gone.url, "--reef.ready-timeout", "0.3"]
+        replica = Replica("engine-0", config(tmp_path, *settings), Metrics(), None)
+        with pytest.raises(EngineError, match=rf"engine-0 at {gone.url} is not up after 0\.3 s"):
+            await replica.start(published("r0"))
+        assert replica.state == "failed"
+        await replica.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,163 @@
+"""`reef doctor --ledger`: the ledger and the directories that it names, as the command shows them."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reef import checks, cli
+from reef.config import load
+from reef.ledger import releases, scenarios
+from reef.ledger.ledger import Ledger
+from reef.types import Operation, Release
+
+SCENARIO = "arithmetic"
+
+
+class Run:
+    """A run directory whose ledger has a base and two releases, with weights on disk and a checkpoint of the second."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.config = load(None, ["--reef.run-dir", str(directory)], {})
+        self.ledger = Ledger.open(self.config.ledger_url)
+        self.names = [f"{self.ledger.run_id}-{number:06d}" for number in range(3)]
+        self.write(scenarios.create, SCENARIO, "grpo", 1.0)
+        for number, name in enumerate(self.names):
+            self.write(releases.append, self.release(number, name))
+            if number:
+                self.publish(number, name)
+        self.checkpoint = self.config.checkpoints_dir / self.names[2]
+        self.checkpoint.mkdir(parents=True)
+        (self.checkpoint / "COMPLETE").touch()
+        self.write(releases.set_checkpoint, self.names[2], str(self.checkpoint))
+
+    def write(self, op: Callable[..., Any], *args: Any) -> None:
+        asyncio.run(self.ledger.write(op, *args))
+
+    def release(self, number: int, name: str) -> Release:
+        """The base, and after it links that repeat it, since they need no batches."""
+        return Release(
+            id=name,
+            scenario=SCENARIO,
+            number=number,
+            parent=self.names[number - 1] if number else None,
+            content_id="sha256:same",
+            operation=Operation.PROMOTE if number else Operation.BASE,
+            policy_version=0,
+            step=0,
+            batch_id=None,
+            path=str(self.weights(name)),
+            checkpoint=None,
+            restorable=True,
+            created_at=1.0,
+            source=self.names[0] if number else None,
+        )
+
+    def publish(self, number: int, name: str) -> None:
+        path = self.weights(name)
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"w" * 100)
+        files = {"model.safetensors": {"sha256": "", "size_bytes": 100}}
+        values = {"release_id": name, "content_id": "sha256:same", "size_bytes": 100, "probe": None, "files": files}
+        (path / "manifest.json").write_text(json.dumps(values))
+
+    def weights(self, name: str) -> Path:
+        return self.config.releases_dir / name
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    made = Run(tmp_path / "run")
+    yield made
+    made.ledger.close()
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[], tuple[int, list[str], str]]:
+    """`reef doctor --ledger` on the run directory `run`: exit status, lines, standard error."""
+
+    def command() -> tuple[int, list[str], str]:
+        status = cli.main(["doctor", "--ledger", "--reef.run-dir", str(tmp_path / "run")])
+        output, errors = capsys.readouterr()
+        return status, output.splitlines(), errors
+
+    return command
+
+
+def test_nothing_is_wrong_with_a_ledger_that_a_service_has_open(run: Run, doctor: Any) -> None:
+    assert doctor() == (0, ["0 receipts, 0 reports, 0 batches, 3 releases: 0 findings"], "")
+    assert run.ledger.epoch == 1
+
+
+def test_what_is_wrong_is_a_line_each_and_the_exit_status(run: Run, doctor: Any) -> None:
+    with sqlite3.connect(run.directory / "ledger.db") as connection:
+        connection.execute("UPDATE releases SET number = 7 WHERE number = 2")
+    connection.close()
+    status, lines, _ = doctor()
+    assert status == 1
+    assert lines == [
+        f"release {run.names[2]}: its number is 7, expected 2",
+        "0 receipts, 0 reports, 0 batches, 3 releases: 1 findings",
+    ]
+
+
+def test_weights_and_checkpoints_that_are_named_must_be_there_and_whole(run: Run, doctor: Any) -> None:
+    (run.weights(run.names[1]) / "model.safetensors").write_bytes(b"w" * 99)
+    (run.weights(run.names[2]) / "manifest.json").unlink()
+    (run.checkpoint / "COMPLETE").unlink()
+    status, lines, _ = doctor()
+    assert status == 1
+    assert lines == [
+        f"checkpoint {run.names[2]}: no COMPLETE in {run.checkpoint}",
+        f"release {run.names[1]}: release {run.weights(run.names[1]).absolute()}: "
+        "model.safetensors has 99 bytes, expected 100",
+        f"release {run.names[2]}: release {run.weights(run.names[2]).absolute()}: "
+        "no manifest.json, so it was never finished",
+        "0 receipts, 0 reports, 0 batches, 3 releases: 3 findings",
+    ]
+
+
+def test_weights_of_another_release_are_named(run: Run, doctor: Any) -> None:
+    manifest = run.weights(run.names[1]) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("sha256:same", "sha256:other"))
+    status, lines, _ = doctor()
+    assert status == 1
+    assert f"holds {run.names[1]} with sha256:other, the ledger names {run.names[1]} with sha256:same" in lines[0]
+
+
+def test_directories_that_nobody_names_are_listed_and_are_no_finding(run: Run, doctor: Any) -> None:
+    left = run.weights(f".{run.names[2][:-1]}9.partial")
+    left.mkdir()
+    (run.config.releases_dir / "of-somebody-else").mkdir()
+    status, lines, _ = doctor()
+    assert (status, lines[:-1]) == (0, [f"left over {left}: no release names it; the next start removes it"])
+
+
+def test_what_a_service_prunes_meanwhile_is_no_finding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = checks._directories
+    run.write(releases.forget_weights, [run.names[1]])
+    late = {f"release {run.names[1]}: gone"}
+    looks = iter([(late, []), look(run.config)])
+    monkeypatch.setattr(checks, "_directories", lambda _config: next(looks))
+    lines: list[str] = []
+    assert checks.ledger(run.config, lines.append, lambda _text: None) == 0
+    assert lines == ["0 receipts, 0 reports, 0 batches, 3 releases: 0 findings"]
+
+
+def test_a_run_directory_without_a_ledger_is_refused(tmp_path: Path, doctor: Any) -> None:
+    assert doctor() == (1, [], f"reef: there is no ledger {tmp_path}/run/ledger.db\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_terminal_is_told_how_far_it_is(run: Run, doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    cli._progress("receipt 500")
+    status, lines, errors = doctor()
+    assert (status, len(lines)) == (0, 1)
+    assert errors == "\r\033[Kreceipt 500\r\033[K"
