@@ -310,7 +310,8 @@ class Asked:
         staleness = {c.report_id: max(behind[release_id] or 0 for release_id in c.releases) for c in pending}
         selection = self._method.select(pending, staleness, START)
         with self._writing.connect() as connection:
-            batch = batches.reserve(connection, SCENARIO, "bat_new", selection, head.id, SETTINGS, self._split, START)
+            batches.reserve(connection, SCENARIO, "bat_new", selection, head.id, SETTINGS, self._split, START)
+            batch = batches.load(connection, "bat_new")
         assert len(batch.samples) == BATCH_SIZE
 
     def status(self) -> None:

@@ -66,8 +66,12 @@ class Chain:
         self.astray = False  # the trainer is not at the head: a step is not committed, or a rollback was given up
 
     async def head(self) -> Release:
-        """The newest link. The scenario has been created, and so has its base."""
-        head: Release | None = await self._read(releases.head, self.scenario)
+        """The newest link, as its owner sees it. The scenario has been created, and so has its base.
+
+        Raises:
+            OwnershipLostError: another service may have moved it: what is done here must not be named by it.
+        """
+        head: Release | None = await self._write(releases.head, self.scenario)
         assert head is not None
         return head
 
@@ -119,26 +123,36 @@ class Chain:
 
     async def rollback(self, release_id: str) -> Release:
         """Back to an earlier release, which was served once. Raises NotFoundError, ConflictError."""
+        return await self._jump(Operation.ROLLBACK, *await self.target_of_rollback(release_id))
+
+    async def target_of_rollback(self, release_id: str) -> tuple[Release, Release]:
+        """It, and the head. Raises NotFoundError, and ConflictError where it may not be served again."""
         head, target = await self.head(), await self._find(release_id)
-        if target.state is not ReleaseState.RELEASED:
+        _refuse_current(target, head)
+        if target.state is not ReleaseState.RELEASED:  # nor pending: that is the head only
             raise ConflictError(f"{target.id} is {target.state}: {target.reason}", code=f"release_{target.state}")
-        return await self._move(Operation.ROLLBACK, target, head)
+        return target, head
 
     async def promote(self, release_id: str, force: bool) -> Release:
         """Serve a release; `force`: though its gate rejected it. Raises NotFoundError, ConflictError."""
         head, target = await self.head(), await self._find(release_id)
         if target.id == head.id and head.state is ReleaseState.PENDING:
             await self.release(head, "promoted by hand")
-            return await self.head()
+            promoted = await self.head()
+            if promoted.state is ReleaseState.QUARANTINED:
+                raise ConflictError(f"{head.id} does not load: {promoted.reason}", code="load_failed")
+            return promoted
         if target.id == head.id and head.state is ReleaseState.QUARANTINED:
             return await self._load_again(head)
         if target.state is ReleaseState.QUARANTINED:
             raise ConflictError(f"{target.id} is quarantined: {target.reason}", code="release_quarantined")
         if target.state is ReleaseState.REJECTED and not force:
             raise ConflictError(
-                f"{target.id} was rejected: {target.reason}; to serve it all the same, force it", code="gate_failed"
+                f"{target.id} was rejected: {target.reason}; `force` (--force) serves it all the same",
+                code="gate_failed",
             )
-        return await self._move(Operation.PROMOTE, target, head)
+        _refuse_current(target, head)
+        return await self._jump(Operation.PROMOTE, target, head)
 
     async def keep(self, release: Release, seconds: float) -> None:
         """After a step of so many seconds: a checkpoint every N releases or seconds, and no more than storage keeps."""
@@ -154,11 +168,15 @@ class Chain:
             return
         head = await self.head()
         if head.checkpoint is None and head.operation is not Operation.BASE:
-            await self._recovery.save(head)
+            await self._save(head)
             await self._progress.until_stored(self._storage.prune, head.scenario)
 
     async def revive(self) -> None:
-        """Fresh workers at the head; again, up to MAX_RESTARTS times, where they are lost on the way there."""
+        """Fresh workers at the head; again, up to MAX_RESTARTS times, where they are lost on the way there.
+
+        Raises:
+            ReefError: they are lost each time; training cannot go on.
+        """
         self._progress.phase = "recovering"
         for restart in range(1, MAX_RESTARTS + 1):
             try:
@@ -169,7 +187,8 @@ class Chain:
                 self._progress.error = error.message
                 log.warning("restart %d of the workers failed: %s", restart, error.message)
                 if self._progress.stopping or restart == MAX_RESTARTS:
-                    raise
+                    message = f"the workers were lost and cannot be replaced: {error.message}"
+                    raise ReefError(message, code="workers_lost") from error
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _find(self, release_id: str) -> Release:
@@ -212,11 +231,6 @@ class Chain:
             if made.content_id != head.content_id:
                 reason = f"{head.id} cannot be written anew: the trainer holds {made.content_id}"
                 raise ConflictError(reason, code="load_failed") from error
-
-    async def _move(self, operation: Operation, target: Release, head: Release) -> Release:
-        if target.id in (head.id, head.source):
-            raise ConflictError(f"{target.id} is what the head {head.id} holds already", code="already_current")
-        return await self._jump(operation, target, head)
 
     async def _jump(self, operation: Operation, target: Release, head: Release, reason: str | None = None) -> Release:
         """A new head with `target`'s weights, trainer state and queue.
@@ -274,5 +288,14 @@ class Chain:
         try:
             await self._recovery.save(release)
         except WorkersLostError as error:
-            log.warning("no checkpoint of %s: %s", release.id, error.message)
+            log.warning("the checkpoint of %s is written again: %s", release.id, error.message)
+            await self._storage.discard(self._storage.checkpoint_path(release.id))  # what was half written
             await self.revive()
+            await self._recovery.save(release)
+
+
+def _refuse_current(target: Release, head: Release) -> None:
+    if target.id == head.id:
+        raise ConflictError(f"{target.id} is the head already", code="already_current")
+    if target.id == head.source:
+        raise ConflictError(f"{target.id} is what the head {head.id} holds already", code="already_current")

@@ -78,6 +78,8 @@ def dry_run(config: Config) -> list[str]:
             f"training  {config.recipe.implementation} on {training.layout.world_size} Megatron worker(s), "
             f"{config.recipe.config.batch_size} samples a step, scenario {config.recipe.scenario or '(the first)'}"
         )
+    if config.evaluation.gate:
+        lines.append(_gate(config))
     check_url(config.ledger_url)
     lines.append(f"storage   {config.ledger_url}, releases in {config.releases_dir}")
     lines.append(f"service   http://{config.reef.host}:{config.reef.port}, run directory {config.reef.run_dir}")
@@ -115,8 +117,8 @@ def _directories(config: Config) -> tuple[set[str], list[Path]]:
     """What is wrong with the releases and checkpoints that the ledger names, and those that it does not name."""
     from reef.ledger import releases, scenarios
     from reef.ledger.reading import open_reading, run_id_of
-    from reef.storage import left_overs, whole
-    from reef.training.manifest import COMPLETE
+    from reef.storage import checkpoint_of, left_overs, whole
+    from reef.training.manifest import check_checkpoint, verify
 
     with open_reading(config.ledger_url) as connection:
         run_id, scenario = run_id_of(connection), scenarios.training(connection)
@@ -126,12 +128,14 @@ def _directories(config: Config) -> tuple[set[str], list[Path]]:
     for release in restorable:
         try:
             if release.operation is not Operation.BASE:  # that is the model as it came, checked at every start
-                whole(config.releases_dir, release)
+                verify(Path(whole(config.releases_dir, release).path))
         except LoadFailedError as error:
             faults.add(f"release {release.id}: {error.message}")
     for release in checkpoints:
-        if not (config.checkpoints_dir / release.id / COMPLETE).is_file():
-            faults.add(f"checkpoint {release.id}: no {COMPLETE} in {config.checkpoints_dir / release.id}")
+        try:
+            check_checkpoint(checkpoint_of(config.checkpoints_dir, release))
+        except LoadFailedError as error:
+            faults.add(f"checkpoint {release.id}: {error.message}")
     left = [
         path
         for parent, named in ((config.releases_dir, restorable), (config.checkpoints_dir, checkpoints))
@@ -139,6 +143,16 @@ def _directories(config: Config) -> tuple[set[str], list[Path]]:
         for path in left_overs(parent, run_id, named)
     ]
     return faults, left
+
+
+def _gate(config: Config) -> str:
+    evaluation = config.evaluation
+    if config.training.backend == "none":
+        raise ConfigError("evaluation.gate: training.backend is none, so there is never a release to hold")
+    if evaluation.command and shutil.which(evaluation.command[0]) is None:
+        raise ConfigError(f"evaluation.command: there is no command {evaluation.command[0]}")
+    how = f"measured by {' '.join(evaluation.command)}" if evaluation.command else "until results are posted"
+    return f"gate      {', '.join(evaluation.gate)}; {how}"
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:

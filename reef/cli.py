@@ -40,7 +40,7 @@ EVENTS = {
     "aborted": "batch {batch_id} given up, report {report_id} pending again",
     "step_failed": "attempt {attempt} of batch {batch_id} failed, report {report_id} dropped",
     "dropped": "report {report_id} dropped",
-    "trained": "report {report_id} trained in step {step}, released as {release_id}",
+    "trained": "report {report_id} trained in step {step}, as release {release_id}",
     "held": "release {release_id} held",
     "released": "release {release_id} released",
     "rejected": "release {release_id} rejected",
@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except ReefError as error:
         print(f"reef: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `reef releases | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:  # before the service took over the signals
         return 130
@@ -168,25 +171,26 @@ def _status(arguments: argparse.Namespace, config: Config) -> int:
             f"queue     {scenario['pending']} pending, {scenario['reserved']} reserved, batch {scenario['batch_size']}"
         )
     if training is not None:
-        print(f"trainer   {training['phase']}")
+        owner = f" {training['owner'] or 'nobody'}" if training["phase"] == "following" else ""
+        print(f"trainer   {training['phase']}{owner}")
         if held := training["held"]:
             waits_for = ", ".join(held["missing"]) or "its verdict"
             print(f"held      {held['release_id']}, waiting for {waits_for}")
+    several = sum(engine["role"] == "serving" for engine in status["engines"]) > 1
     for engine in status["engines"]:
         served = engine["release_id"] or "no release"
-        name = "candidate" if engine["role"] == "candidate" else "engine"
+        name = "candidate" if engine["role"] == "candidate" else f"engine {engine['index']}" if several else "engine"
         print(f"{name:<10}{engine['state']}, serves {served}, {engine['in_flight']} in flight")
-    for error in filter(
-        None,
-        (
-            status["failure"],
-            status["ledger"]["error"],
-            training and training["error"],
-            training and training["paused"],
-            training and training["held"] and training["held"]["error"],
-            *(engine["error"] for engine in status["engines"]),
-        ),
-    ):
+    if training is not None and training["paused"]:
+        print(f"paused    {training['paused']}; reef promote RELEASE, or reef rollback RELEASE, goes on")
+    errors = (
+        status["failure"],
+        status["ledger"]["error"],
+        training and training["error"] != training["paused"] and training["error"],
+        training and training["held"] and training["held"]["error"],
+        *(engine["error"] for engine in status["engines"]),
+    )
+    for error in filter(None, errors):
         print(f"error     {error}")
     return 0
 
@@ -234,7 +238,10 @@ def _why(arguments: argparse.Namespace, config: Config) -> int:
         ids = receipt["reports"]
     except NotFoundError:
         receipt, ids = None, [arguments.id]
-    stories = [_get(url, f"/reef/reports/{quote(report_id, safe='')}", config) for report_id in ids]
+    try:
+        stories = [_get(url, f"/reef/reports/{quote(report_id, safe='')}", config) for report_id in ids]
+    except NotFoundError:
+        raise NotFoundError(f"no receipt and no report {arguments.id}") from None
     if arguments.json:
         print(json.dumps({"receipt": receipt, "reports": stories}, indent=2))
         return 0

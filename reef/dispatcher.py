@@ -14,12 +14,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from reef.chain import Chain
 from reef.config import Config
 from reef.engines.pool import Engines
 from reef.errors import (
+    BusyError,
     ConflictError,
     DamagedError,
     GoneError,
@@ -45,6 +46,9 @@ from reef.types import Batch, Drop, Operation, Release, ReleaseState, Selection
 
 T = TypeVar("T")
 SETTLE_S = 0.01  # reports come in bursts: one look at the queue for all that come within it
+MAX_COMMANDS = 16  # rollbacks, promotions and checkpoints that wait for their turn
+MAX_WAIT_S = 600  # for one of them
+RETRY_S = 5  # after which to ask again
 SHARED_LOOK_S = 1.0  # between looks at a queue that other services fill too
 
 
@@ -54,6 +58,8 @@ class _Command:
 
     work: Callable[[], Awaitable[Any]]
     done: asyncio.Future[Any]
+    leaves: bool  # what is being trained is not wanted any more
+    begun: bool = False
 
 
 class Dispatcher:
@@ -82,7 +88,6 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._update_asked = False
         self._commands: list[_Command] = []
-        self._leaving = False  # a rollback waits: what is being trained is not wanted any more
         self._at_head = False  # `run` ended in order, so the trainer's state is that of the head
         self._timer: asyncio.TimerHandle | None = None  # wakes at the next deadline of a group
         self._wandb: WandbLog | None = None
@@ -103,8 +108,9 @@ class Dispatcher:
             NotFoundError: there is no such release.
             ConflictError: it cannot be restored whole; nothing has changed.
         """
-        self._leaving = True
-        return await self._ask(partial(self.chain.rollback, release_id))
+        self._require_chain()
+        await self.chain.target_of_rollback(release_id)  # before a step is given up for it
+        return await self._ask(partial(self.chain.rollback, release_id), leaves=True)
 
     async def promote(self, release_id: str, force: bool = False) -> Release:
         """Let a release be served: a held one at once, a quarantined head if it loads by now, another as a new link.
@@ -134,7 +140,11 @@ class Dispatcher:
         self.progress.phase = "recovering"
         self.chain.scenario = await self._ledger.read(scenarios.training)
         if self.chain.scenario is not None:
-            await self.chain.come_home(fresh=True)
+            try:
+                await self.chain.come_home(fresh=True)
+            except WorkersLostError as error:
+                log.warning("recovery begins again: %s", error.message)
+                await self.chain.revive()
 
     async def run(self) -> None:
         """The loop. Ends after `stop`; an error that it cannot mend ends it too and is shown in status."""
@@ -142,36 +152,50 @@ class Dispatcher:
         try:
             await self._take_over()
             while not progress.stopping:
-                if self._commands:
-                    await self._obey(self._commands.pop(0))
-                elif self.chain.astray:
-                    await self.chain.come_home()
-                elif progress.paused:
-                    await self._wait()
-                elif self.gate.held is not None:
-                    await self._judge()
-                elif (batch := await self._until_stored(self._next_batch)) is not None:
-                    await self._train(batch)
-                else:
-                    await self._wait()
+                try:
+                    await self._turn()
+                except WorkersLostError as error:
+                    log.warning("%s", error.message)
+                    await self.chain.revive()
             self._at_head = not self.chain.astray
+            await self._lay_down()
         except OwnershipLostError as error:
             progress.error = error.message
             log.error("stopped training: %s", error.message)
         finally:
-            progress.phase = "stopped"
-            for command in self._commands:
-                command.done.cancel()
+            self._refuse_commands()
             await self.gate.let_go()
             if self._wandb is not None:
                 await asyncio.to_thread(self._wandb.close)
 
+    async def _turn(self) -> None:
+        """One thing, the most urgent one first."""
+        if self.chain.astray:  # nothing may be done to a trainer that is not at the head
+            await self.chain.come_home()
+        elif self._commands:
+            await self._obey(self._commands.pop(0))
+        elif self.progress.paused:
+            await self._wait()
+        elif self.gate.held is not None:
+            await self._judge()
+        elif (batch := await self._until_stored(self._next_batch)) is not None:
+            await self._train(batch)
+        else:
+            await self._wait()
+
+    async def _lay_down(self) -> None:
+        """A batch that is reserved at an orderly end has not failed: the next owner counts no attempt of it."""
+        if self.chain.scenario is not None:
+            with contextlib.suppress(UnavailableError):  # then it counts one
+                await self._ledger.write_owned(batches.lay_down, self.chain.scenario)
+
     async def close(self) -> None:
         """After `run` ended: a checkpoint of the head, so that the next start replays nothing; then no more trainer."""
+        self._refuse_commands()
         try:
             if self._at_head:
                 await self.chain.checkpoint()
-        except (UnavailableError, WorkersLostError) as error:
+        except (OwnershipLostError, UnavailableError, WorkersLostError) as error:
             log.warning("no checkpoint at the end, the next start replays: %s", error.message)
         finally:
             await asyncio.to_thread(self._trainer.stop)
@@ -183,19 +207,22 @@ class Dispatcher:
     async def _take_over(self) -> None:
         """What the last owner of this chain left half done.
 
-        A batch left reserved counts one failed attempt; only here, right before it is taken again: a start-up that
-        fails or is interrupted is no attempt.
+        A batch left reserved by one that was killed counts one failed attempt; only here, right before it is taken
+        again: a start-up that fails or is interrupted is no attempt.
         """
         if self.chain.scenario is None:
             return
         head = await self.chain.head()
-        if head.state is ReleaseState.PENDING:
+        if head.state is ReleaseState.PENDING and not self.gate.holds:
+            await self.chain.release(head, "no gate is configured any more")
+        elif head.state is ReleaseState.PENDING:
             await self.chain.hold(head, self.notify)
         elif head.state is ReleaseState.QUARANTINED:
             self.progress.pause(f"release {head.id} is quarantined: {head.reason}")
-        left = await self._until_stored(self._ledger.read, batches.reserved, self.chain.scenario)
+        left = await self._until_stored(self._ledger.write_owned, batches.pick_up, self.chain.scenario)
         if left is not None:
-            await self._again(left, "the service ended during the step")
+            batch_id, attempt = left
+            await self._again(batch_id, attempt, "the service ended during the step")
 
     async def _next_batch(self) -> Batch | None:
         """The batch reserved before, else a new one where enough reports are pending."""
@@ -205,12 +232,7 @@ class Dispatcher:
             return None
         left = await self._ledger.read(batches.reserved, self.chain.scenario)
         if left is not None:
-            try:
-                return await self._ledger.read(batches.load, left)
-            except DamagedError as error:
-                await self._again(left, error.message)
-                self._wake.set()
-                return None
+            return await self._load(left)
         scenario = await self._ledger.read(scenarios.get, self.chain.scenario)
         if scenario.mode == "manual" and not self._update_asked:
             return None
@@ -234,7 +256,7 @@ class Dispatcher:
             self._wake_at(selection.next_deadline_at)
             return None
         try:
-            batch = await self._ledger.write_owned(
+            reserved = await self._ledger.write_owned(
                 batches.reserve,
                 scenario,
                 f"bat_{uuid.uuid4().hex}",
@@ -244,18 +266,25 @@ class Dispatcher:
                 self._split,
                 now,
             )
-        except DamagedError as error:
-            await self._drop_damaged(error)
-            return None
         except (ConflictError, GoneError) as error:  # receipts were deleted since we looked: look again
             log.info("not reserved: %s", error.message)
             self._wake.set()
             return None
         reach("batch.reserved")
-        self._update_asked = False
         self._count_drops(selection)
+        batch = await self._load(reserved)
+        self._update_asked = self._update_asked and batch is None
         self._metrics.step_seconds.labels("reserve").observe(time.perf_counter() - started)
         return batch
+
+    async def _load(self, batch_id: str) -> Batch | None:
+        """A reserved batch. None: a receipt of it is damaged; it is given up, and its other reports come again."""
+        try:
+            return await self._ledger.read(batches.load, batch_id)
+        except DamagedError as error:
+            await self._ledger.write_owned(batches.abort, str(self.chain.scenario), time.time())
+            await self._drop_damaged(error)
+            return None
 
     async def _drop_damaged(self, error: DamagedError) -> None:
         """The reports of a receipt that cannot be read any more do not train; the others do, at the next look."""
@@ -269,6 +298,7 @@ class Dispatcher:
     async def _train(self, batch: Batch) -> None:
         """One batch: step, commit, then serve the release, or hold it."""
         started = time.perf_counter()
+        await asyncio.to_thread(self._trainer.ping)  # workers that died since the last step cost this batch nothing
         release = await self._step(batch)
         if release is None:
             return
@@ -284,22 +314,22 @@ class Dispatcher:
         self.progress.phase, self.progress.batch = "stepping", batch
         started = time.perf_counter()
         try:
-            head = await self.chain.head()
-            release_id = self._storage.release_id(head.number + 1)
             result = await asyncio.to_thread(self._trainer.step, batch)
             self.chain.astray = True
             stepped = time.perf_counter()
-            if self._leaving:
+            if any(command.leaves for command in self._commands):
                 return None
+            head = await self.chain.head()  # after the step: an owner no more publishes nothing
+            release_id = self._storage.release_id(head.number + 1)
             published = await self._until_stored(
                 asyncio.to_thread, self._trainer.publish, release_id, self._storage.releases_dir
             )
         except StepFailedError as error:
-            await self._again(batch.id, error.message)
+            await self._again(batch.id, batch.attempt, error.message)
             return None
         except WorkersLostError as error:
             await self.chain.revive()  # first: where this fails too, the next owner counts the attempt
-            await self._again(batch.id, error.message)
+            await self._again(batch.id, batch.attempt, error.message)
             return None
         finally:
             self.progress.batch = None
@@ -338,8 +368,9 @@ class Dispatcher:
         await self._show(release)
         return release
 
-    async def _again(self, batch_id: str, error: str) -> None:
-        if await self._until_stored(self._ledger.write_owned, batches.again, batch_id, error, time.time()):
+    async def _again(self, batch_id: str, attempt: int, error: str) -> None:
+        """Attempt number `attempt` has failed: once more, or the batch ends."""
+        if await self._until_stored(self._ledger.write_owned, batches.again, batch_id, attempt, error, time.time()):
             log.warning("batch %s failed and is taken once more: %s", batch_id, error)
             return
         self._metrics.failed_batches.inc()
@@ -358,37 +389,51 @@ class Dispatcher:
         else:
             await self._wait()
 
-    async def _ask(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Have something done by the loop, between two steps; what it returned or raised."""
+    def _require_chain(self) -> None:
         if self.progress.phase == "stopped":
-            raise ConflictError(f"{self.progress.error or 'training'} has stopped", code="training_stopped")
+            raise ConflictError(f"training has stopped: {self.progress.error}", code="training_stopped")
         if self.chain.scenario is None:
             raise ConflictError("nothing trains yet: no scenario was created", code="not_training")
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._commands.append(_Command(work, done))
+
+    async def _ask(self, work: Callable[[], Awaitable[T]], leaves: bool = False) -> T:
+        """Have something done by the loop, between two steps; what it returned or raised."""
+        self._require_chain()
+        if len(self._commands) >= MAX_COMMANDS:
+            raise BusyError(f"{MAX_COMMANDS} changes of the chain wait for their turn already", retry_after_s=RETRY_S)
+        command = _Command(work, asyncio.get_running_loop().create_future(), leaves)
+        self._commands.append(command)
         self._wake.set()
         try:
-            return await done
+            async with asyncio.timeout(MAX_WAIT_S):
+                return cast("T", await command.done)
+        except TimeoutError:
+            outcome = "it goes on: see /reef/status" if command.begun else "nothing was done"
+            message = f"not done within {MAX_WAIT_S} s, training is {self.progress.phase}; {outcome}"
+            raise UnavailableError(message, retry_after_s=RETRY_S) from None
         except asyncio.CancelledError:
             if self.progress.phase == "stopped":  # by `run`; else it is the asker that went away
                 raise UnavailableError("the service is stopping; nothing was done") from None
             raise
 
+    def _refuse_commands(self) -> None:
+        self.progress.phase = "stopped"
+        for command in self._commands:
+            command.done.cancel()
+
     async def _obey(self, command: _Command) -> None:
         try:
             if command.done.cancelled():  # nobody waits for it any more
                 return
+            command.begun = True
             result = await command.work()
-        except ReefError as error:
+        except Exception as error:
             if not command.done.cancelled():
                 command.done.set_exception(error)
-            if isinstance(error, OwnershipLostError | WorkersLostError):
+            if not isinstance(error, ReefError) or isinstance(error, OwnershipLostError | WorkersLostError):
                 raise
         else:
             if not command.done.cancelled():
                 command.done.set_result(result)
-        finally:
-            self._leaving = False
 
     async def _wait(self) -> None:
         self.progress.phase = "waiting" if self.gate.held is None else "holding"

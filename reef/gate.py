@@ -6,7 +6,6 @@ commit (pending) -> candidate engine -> command, posted results, canary -> passe
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 from reef.config import Config
@@ -68,8 +67,7 @@ class Gate:
         self.held = self.verdict = None
         if self._command is not None:
             self._command.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._command
+            await asyncio.gather(self._command, return_exceptions=True)
             self._command = None
         self._engines.end_trial()
 
@@ -86,6 +84,17 @@ class Gate:
         return [result]
 
     async def _measure(self, release: Release, wake: Callable[[], None]) -> None:
+        try:
+            await self._run_command(release)
+        except Exception as error:  # noqa: BLE001 - a supervisor: nobody awaits this, and the release stays held
+            said = error.message if isinstance(error, ReefError) else repr(error)
+            if self._token is not None:
+                said = said.replace(self._token.get_secret_value(), "**********")
+            self.error = f"{release.id} stays held: {said}"
+            log.error("%s", self.error)
+        wake()
+
+    async def _run_command(self, release: Release) -> None:
         environment = {
             "REEF_URL": self.url or "",
             "REEF_SCENARIO": release.scenario,
@@ -94,13 +103,7 @@ class Gate:
         }
         if self._token is not None:
             environment["REEF_API_KEY"] = self._token.get_secret_value()
-        try:
-            result = await run_command(self._config, environment)
-            if result is not None:
-                await self._store(
-                    self._ledger.write, releases.add_evaluation, release.scenario, release.id, result, time.time()
-                )
-        except ReefError as error:
-            self.error = f"{release.id} stays held: {error.message}"
-            log.error("%s", self.error)
-        wake()
+        result = await run_command(self._config, environment)
+        if result is not None:
+            now = time.time()
+            await self._store(self._ledger.write, releases.add_evaluation, release.scenario, release.id, result, now)

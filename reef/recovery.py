@@ -59,8 +59,8 @@ def check_settings(release: Release, batch: Batch, settings: Mapping[str, Any]) 
     for key in WORKERS_OWN:
         if batch.settings[key] != settings[key]:
             raise ConfigError(
-                f"training.{key} is {settings[key]}, but {release.id} was trained with {batch.settings[key]} "
-                "and must be trained again: start once with the old value and stop with Ctrl-C, then change it",
+                f"training.{key} is {settings[key]}, but {release.id} was trained with {batch.settings[key]} and must "
+                f"be trained again: set it back, or begin another run directory from {release.path}",
                 param=f"training.{key}",
             )
 
@@ -124,10 +124,11 @@ class Recovery:
         found: list[Release] = await self._store(self._ledger.read, releases.checkpoints_of, target)
         for release in found:
             try:
-                await asyncio.to_thread(self._trainer.restore, self._storage.checkpoint_of(release))
+                steps = await asyncio.to_thread(self._trainer.restore, self._storage.checkpoint_of(release))
+                if steps != release.step:
+                    raise LoadFailedError(f"it holds step {steps}, the release is step {release.step}")
             except LoadFailedError as error:
                 log.error("checkpoint of %s is not used, the one before it is: %s", release.id, error.message)
-                await self._store(self._ledger.write_owned, releases.set_checkpoint, release.id, None)
                 fresh = False
                 continue
             reach("recovery.restored")

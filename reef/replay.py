@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reef.config import Config
-from reef.errors import ConfigError, ConflictError
+from reef.errors import ConfigError, ConflictError, GoneError
 from reef.ledger import releases, scenarios
 from reef.ledger.reading import open_reading
 from reef.recovery import replay
@@ -54,19 +54,23 @@ async def _run(config: Config, scenario: str | None, to: str | None, directory: 
     if not steps:
         raise ConflictError(f"{target.id} is the model as it came: there is nothing to train again")
     base = (await read(releases.chain, target.scenario, 1, 1))[0]
+    if not config.inference.model_path.is_dir():
+        raise ConfigError(f"inference.model-path: there is no directory {config.inference.model_path}")
     found = await asyncio.to_thread(content_id_of, config.inference.model_path)
     if found != base.content_id:
         raise ConfigError(
             f"inference.model-path {config.inference.model_path} holds {found}, training began with {base.content_id}"
         )
+    if gone := [f"{release.num_deleted} of {release.id}" for release in steps if release.num_deleted]:
+        raise GoneError(f"{target.id} cannot be made again: receipts that it needs were deleted: {', '.join(gone)}")
     directory = _fresh(directory or config.reef.run_dir.with_name(f"{config.reef.run_dir.name}-replay") / target.id)
     say(f"replaying {len(steps)} releases from {base.id} to {target.id} in {directory}")
-    own = config.model_copy(update={"reef": config.reef.model_copy(update={"run_dir": directory / "logs"})})
+    own = config.model_copy(update={"reef": config.reef.model_copy(update={"run_dir": directory})})
     trainer = Trainer(own, config.inference.model_path)
     different = 0
+    before: Path | None = None
     try:
         await asyncio.to_thread(trainer.start)
-        before: Path | None = None
         async for release, made, _ in replay(read, trainer, settings(config), steps, directory, once):
             same = made.content_id == release.content_id
             different += not same
@@ -76,6 +80,8 @@ async def _run(config: Config, scenario: str | None, to: str | None, directory: 
             before = Path(made.path)
     finally:
         await asyncio.to_thread(trainer.stop)
+        if before is None:  # it came to nothing
+            shutil.rmtree(directory, ignore_errors=True)
     say(f"{before}: {'every release is equal' if not different else f'{different} of {len(steps)} are different'}")
     return 1 if different else 0
 
@@ -94,6 +100,6 @@ async def _target(read: Callable[..., Awaitable[Any]], scenario: str | None, to:
 def _fresh(directory: Path) -> Path:
     with contextlib.suppress(FileNotFoundError):
         if any(directory.iterdir()):
-            raise ConfigError(f"{directory} is not empty: give another --directory")
+            raise ConfigError(f"{directory} is not empty: remove it, or give another --directory")
     directory.mkdir(parents=True, exist_ok=True)
     return directory

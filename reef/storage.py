@@ -47,8 +47,7 @@ class Storage:
 
     def checkpoint_of(self, release: Release) -> Path:
         """Where this run directory has it now; else where the service that wrote it did."""
-        here = self.checkpoint_path(release.id)
-        return here if here.is_dir() or release.checkpoint is None else Path(release.checkpoint)
+        return checkpoint_of(self._checkpoints, release)
 
     def set_base_probe(self, probe: Probe) -> None:
         """What the trainer says of the base, once it has started: the engine must agree."""
@@ -95,17 +94,18 @@ class Storage:
         head = await self._ledger.read(releases.head, scenario)
         if head is None:
             return
-        on_the_way = await self._ledger.read(releases.checkpoints_of, head)
-        kept = {release.id for release in on_the_way[: self._keep_checkpoints]}
+        kept: set[str] = set()
+        fallback = await self._fallback(head)
+        for release in (head, fallback):
+            kept |= {
+                found.id
+                for found in (await self._ledger.read(releases.checkpoints_of, release))[: self._keep_checkpoints]
+            }
         for release in await self._ledger.read(releases.checkpoints, scenario):
             if release.id not in kept:
                 await self._ledger.write_owned(releases.set_checkpoint, release.id, None)
-                await self.discard(self.checkpoint_of(release))
-        kept.add(head.id)
-        if head.verified_at is None:  # then engines serve, or may have to go back to, an older one
-            served = await self._ledger.read(releases.served, scenario)
-            verified = await self._ledger.read(releases.verified_before, head)
-            kept |= {needed.id for needed in (served, verified) if needed is not None}
+                await self._discard_own(self.checkpoint_of(release))
+        kept |= {head.id, fallback.id}
         on_disk = await self._ledger.read(releases.restorable, scenario)
         old = [
             release
@@ -115,7 +115,12 @@ class Storage:
         if old:
             await self._ledger.write_owned(releases.forget_weights, [release.id for release in old])
         for release in old:
-            await self.discard(weights_of(self.releases_dir, release))
+            await self._discard_own(weights_of(self.releases_dir, release))
+
+    async def _fallback(self, head: Release) -> Release:
+        """What engines serve, or go back to, while the head is not known to load; else the head."""
+        verified = None if head.verified_at is not None else await self._ledger.read(releases.verified_before, head)
+        return verified or head
 
     async def clean(self, scenario: str | None) -> None:
         """Remove this run directory's weights and checkpoints that no release names: what a killed service left.
@@ -128,6 +133,11 @@ class Storage:
             for path in left_overs(parent, self._ledger.run_id, named):
                 log.info("removing left-over %s", path)
                 await self.discard(path)
+
+    async def _discard_own(self, path: Path) -> None:
+        """Never what lies elsewhere: this ledger may be a copy of another's. (A shared one has one owner at a time.)"""
+        if self._ledger.shared or path.parent in (self.releases_dir, self._checkpoints):
+            await self.discard(path)
 
     async def discard(self, path: Path) -> None:
         """Remove what no release names. What the disk does not let go of is a left-over for the next start."""
@@ -158,9 +168,18 @@ def release_id(ledger: Ledger, number: int) -> str:
 
 
 def weights_of(releases_dir: Path, release: Release) -> Path:
-    """Where this run directory has a release now; else where it was published."""
-    here = releases_dir / release.id
-    return here if here.is_dir() else Path(release.path)
+    """Where this run directory has a release now; else where it was published.
+
+    Here may lie, under its name, what this service had published when another one took its place and released that.
+    """
+    here, there = releases_dir / release.id, Path(release.path)
+    return here if here.is_dir() and (not there.is_dir() or _holds(here, release)) else there
+
+
+def checkpoint_of(checkpoints_dir: Path, release: Release) -> Path:
+    """Where this run directory has a release's checkpoint now; else where the service that wrote it did."""
+    here = checkpoints_dir / release.id
+    return here if here.is_dir() or release.checkpoint is None else Path(release.checkpoint)
 
 
 def whole(releases_dir: Path, release: Release) -> Published:
@@ -183,6 +202,13 @@ def left_overs(parent: Path, run_id: str, named: Iterable[Release]) -> list[Path
     mine = re.compile(rf"\.?{run_id}-\d+(\.partial|\.old)?")
     names = {release.id for release in named}
     return [path for path in sorted(parent.iterdir()) if mine.fullmatch(path.name) and path.name not in names]
+
+
+def _holds(directory: Path, release: Release) -> bool:
+    try:
+        return read_manifest(directory).content_id == release.content_id
+    except LoadFailedError:
+        return False
 
 
 def _size(directory: Path) -> int:

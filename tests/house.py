@@ -77,6 +77,9 @@ class FakeTrainer:
         self.faults.point("restart")
         self.running = True
 
+    def ping(self) -> None:
+        self.faults.point("ping")
+
     def reset(self) -> None:
         self.state = []
         self.faults.point("reset")

@@ -270,7 +270,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(reef: Command, tmp_path
     (tmp_path / "file").touch()
     for run_dir, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
         status, _, errors = reef("serve", "--reef.run-dir", str(run_dir))
-        assert (status, errors) == (2, f"reef: reef.run-dir {run_dir} cannot be written: {reason}\n")
+        assert (status, errors) == (2, f"reef: reef.run-dir: cannot write {run_dir}: {reason}\n")
     assert (tmp_path / "file").read_bytes() == b""
 
 
@@ -358,10 +358,14 @@ def test_an_error_of_the_service_is_shown_in_its_own_words_and_the_key_is_sent(
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         seen.append((handler.path, handler.headers.get("authorization")))
-        reply(404, b'{"error": {"message": "no report a b/?", "type": "not_found_error"}}')(handler)
+        reply(404, b'{"error": {"message": "no receipt and no report a b/?", "type": "not_found_error"}}')(handler)
 
     with http_server(answer) as url:
-        assert reef("why", "--url", url, "--reef.token", "hunter2", "a b/?") == (1, "", "reef: no report a b/?\n")
+        assert reef("why", "--url", url, "--reef.token", "hunter2", "a b/?") == (
+            1,
+            "",
+            "reef: no receipt and no report a b/?\n",
+        )
         monkeypatch.setenv("REEF_API_KEY", "from the environment")
         reef("releases", "--url", url, "maths")
     assert seen == [

@@ -1,6 +1,7 @@
 """`reef doctor --ledger`: the ledger and the directories that it names, as the command shows them."""
 
 import asyncio
+import hashlib
 import json
 import sqlite3
 from collections.abc import Callable
@@ -13,9 +14,12 @@ from reef import checks, cli
 from reef.config import load
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
+from reef.training.manifest import content_id
 from reef.types import Operation, Release
 
 SCENARIO = "arithmetic"
+SHA256 = hashlib.sha256(b"w" * 100).hexdigest()
+CONTENT = content_id({"model.safetensors": SHA256})
 
 
 class Run:
@@ -34,7 +38,7 @@ class Run:
                 self.publish(number, name)
         self.checkpoint = self.config.checkpoints_dir / self.names[2]
         self.checkpoint.mkdir(parents=True)
-        (self.checkpoint / "COMPLETE").touch()
+        (self.checkpoint / "COMPLETE").write_text('{"steps_done": 0, "files": {}}')
         self.write(releases.set_checkpoint, self.names[2], str(self.checkpoint))
 
     def write(self, op: Callable[..., Any], *args: Any) -> None:
@@ -47,7 +51,7 @@ class Run:
             scenario=SCENARIO,
             number=number,
             parent=self.names[number - 1] if number else None,
-            content_id="sha256:same",
+            content_id=CONTENT,
             operation=Operation.PROMOTE if number else Operation.BASE,
             policy_version=0,
             step=0,
@@ -63,8 +67,8 @@ class Run:
         path = self.weights(name)
         path.mkdir(parents=True)
         (path / "model.safetensors").write_bytes(b"w" * 100)
-        files = {"model.safetensors": {"sha256": "", "size_bytes": 100}}
-        values = {"release_id": name, "content_id": "sha256:same", "size_bytes": 100, "probe": None, "files": files}
+        files = {"model.safetensors": {"sha256": SHA256, "size_bytes": 100}}
+        values = {"release_id": name, "content_id": CONTENT, "size_bytes": 100, "probe": None, "files": files}
         (path / "manifest.json").write_text(json.dumps(values))
 
     def weights(self, name: str) -> Path:
@@ -114,7 +118,7 @@ def test_weights_and_checkpoints_that_are_named_must_be_there_and_whole(run: Run
     status, lines, _ = doctor()
     assert status == 1
     assert lines == [
-        f"checkpoint {run.names[2]}: no COMPLETE in {run.checkpoint}",
+        f"checkpoint {run.names[2]}: checkpoint {run.checkpoint.absolute()}: no COMPLETE, so it was never finished",
         f"release {run.names[1]}: release {run.weights(run.names[1]).absolute()}: "
         "model.safetensors has 99 bytes, expected 100",
         f"release {run.names[2]}: release {run.weights(run.names[2]).absolute()}: "
@@ -125,10 +129,17 @@ def test_weights_and_checkpoints_that_are_named_must_be_there_and_whole(run: Run
 
 def test_weights_of_another_release_are_named(run: Run, doctor: Any) -> None:
     manifest = run.weights(run.names[1]) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("sha256:same", "sha256:other"))
+    manifest.write_text(manifest.read_text().replace(CONTENT, "sha256:other"))
     status, lines, _ = doctor()
     assert status == 1
-    assert f"holds {run.names[1]} with sha256:other, the ledger names {run.names[1]} with sha256:same" in lines[0]
+    assert f"holds {run.names[1]} with sha256:other, the ledger names {run.names[1]} with {CONTENT}" in lines[0]
+
+
+def test_a_byte_that_turned_on_the_disk_is_found(run: Run, doctor: Any) -> None:
+    (run.weights(run.names[1]) / "model.safetensors").write_bytes(b"w" * 99 + b"v")
+    status, lines, _ = doctor()
+    assert status == 1
+    assert f"expected {SHA256}" in lines[0]
 
 
 def test_directories_that_nobody_names_are_listed_and_are_no_finding(run: Run, doctor: Any) -> None:

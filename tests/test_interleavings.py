@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import reef.chain
 import reef.dispatcher
 import reef.progress
-from reef.errors import ConflictError, LoadFailedError, StepFailedError, UnavailableError, WorkersLostError
+from reef.errors import ConflictError, LoadFailedError, ReefError, StepFailedError, UnavailableError, WorkersLostError
 from reef.ledger import releases
 from reef.ledger.audit import audit
 from reef.ledger.reading import open_reading
@@ -142,6 +143,47 @@ class Lives(RuleBasedStateMachine):
 
         self.do(work())
 
+    @rule(
+        fraction=st.floats(0, 1),
+        kill=st.sampled_from((None, *KILLS)),
+        fault=st.sampled_from((None, *FAULTS)),
+        asks=st.lists(st.sampled_from(("checkpoint", "rollback", "promote", "nothing")), min_size=1, max_size=3),
+        delay_s=st.floats(0, 0.01),
+    )
+    def ask_while_a_step_is_in_work(
+        self, fraction: float, kill: str | None, fault: Any, asks: list[str], delay_s: float
+    ) -> None:
+        """Several things are asked for at once, at some moment of a step, and perhaps something fails."""
+        links = self.do(self.house.chain())
+        target = links[round(fraction * (len(links) - 1))]
+
+        async def work() -> None:
+            if kill is not None:
+                self.house.faults.at(kill, Crash())
+            if fault is not None:
+                self.house.faults.at(fault[0], fault[1])
+            self.names += await self.house.grade()
+            await asyncio.sleep(delay_s)
+            dispatcher = self.house.dispatcher
+            calls = {
+                "checkpoint": dispatcher.checkpoint,
+                "rollback": lambda: dispatcher.rollback(target.id),
+                "promote": lambda: dispatcher.promote(target.id, force=True),
+                "nothing": lambda: dispatcher.rollback("nothing"),
+            }
+            asked = [asyncio.ensure_future(calls[name]()) for name in asks]
+            while not all(task.done() for task in asked) and not self.house.loop.done():
+                await asyncio.sleep(0.001)
+            for task in asked:
+                task.cancel()
+            for error in await asyncio.gather(*asked, return_exceptions=True):
+                expected = ReefError | Crash | asyncio.CancelledError
+                assert not isinstance(error, BaseException) or isinstance(error, expected), error
+            await self._alive_again()
+            self.house.faults.planned.clear()
+
+        self.do(work())
+
     @rule()
     def no_engine_loads_the_next_one(self) -> None:
         self.house.faults.at("load", LoadFailedError("it differs"))
@@ -185,6 +227,10 @@ class Lives(RuleBasedStateMachine):
             assert release.step == origin.step + trains
             assert release.policy_version == origin.policy_version + trains
             assert trains or release.content_id == origin.content_id
+        for release in chain:
+            if release.checkpoint is not None:
+                kept = Path(release.checkpoint, "state").read_text()
+                assert f"sha256:{json.loads(kept)}" == release.content_id
         head = chain[-1]
         assert head.content_id == f"sha256:{self.house.trainer.state}"
         served = by_id[str(self.house.engines.served)]

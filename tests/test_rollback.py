@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def test_a_rollback_gives_a_step_in_work_up_and_its_reports_wait_again(house: Ho
             """The rollback is asked for while the step is in work."""
             loop.call_soon_threadsafe(lambda: asked.append(asyncio.ensure_future(house.dispatcher.rollback(first.id))))
             done = real(batch)  # type: ignore[arg-type]
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+            while not house.dispatcher._commands:
+                time.sleep(0.001)
             house.trainer.step = real  # type: ignore[method-assign]
             return done
 
@@ -122,7 +124,7 @@ def test_what_cannot_be_restored_whole_is_refused_and_nothing_changes(house: Hou
         chain = await house.chain()
         with pytest.raises(NotFoundError, match="no release nothing"):
             await house.dispatcher.rollback("nothing")
-        with pytest.raises(ConflictError, match="holds already"):
+        with pytest.raises(ConflictError, match="already"):
             await house.dispatcher.rollback(chain[3].id)
         await house.ledger.write(releases.set_state, chain[2].id, ReleaseState.QUARANTINED, "it is bad", 1.0)
         with pytest.raises(ConflictError, match="is quarantined: it is bad"):
@@ -155,7 +157,7 @@ def test_a_promotion_brings_back_a_branch_that_was_rolled_away(house: House) -> 
         names += await house.grade_and_wait()
         assert house.trainer.state == [1, 2, 3, 4]
         await house.trained_once(names)
-        with pytest.raises(ConflictError, match="holds already"):
+        with pytest.raises(ConflictError, match="already"):
             await house.dispatcher.promote((await house.chain())[-1].id)
         await house.stop()
 
@@ -201,7 +203,7 @@ def test_a_checkpoint_that_is_damaged_gives_way_to_the_one_before_it(
         (house.storage.checkpoint_path(chain[5].id) / "COMPLETE").unlink()
         await house.open()
         assert (house.trainer.state, house.trainer.num_steps) == ([1, 2, 3, 4, 5], 1)
-        assert [release.number for release in await house.chain() if release.checkpoint] == [4]
+        assert [release.number for release in await house.chain() if release.checkpoint] == [4, 5]  # never forgotten
         house.ledger.close()
         shutil.rmtree(house.storage.checkpoint_path(chain[4].id))
         await house.open()
@@ -212,7 +214,7 @@ def test_a_checkpoint_that_is_damaged_gives_way_to_the_one_before_it(
         await house.stop()
 
     asyncio.run(live())
-    assert caplog.text.count("is not used, the one before it is") == 2
+    assert caplog.text.count("is not used, the one before it is") == 3  # 5 at the first start, 5 and 4 at the second
 
 
 def test_a_replay_that_comes_out_different_takes_the_published_weights_and_says_so(house: House) -> None:

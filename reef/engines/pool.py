@@ -158,7 +158,10 @@ class Engines:
             try:
                 if self._candidate is None:
                     self._candidate = self._replica("engine-candidate")
-                    await self._candidate.start(published)
+                    try:
+                        await self._candidate.start(published)
+                    except ReefError:
+                        await self._candidate.load(published)  # starts it once more
                 elif self._candidate.served != published.release_id or not self._candidate.ready:
                     await self._candidate.load(published)
             except ReefError as error:

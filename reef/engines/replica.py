@@ -212,9 +212,8 @@ class Replica:
                 f"{self._settings.load_timeout_s:g} s (inference.load-timeout-s)"
             )
         self._metrics.load_failures.inc()
-        if self._host is None:
-            raise LoadFailedError(f"the attached engine failed: {failure}")
-        log.warning("release %s did not load, restarting %s: %s", published.release_id, self.name, failure)
+        again = "restarting" if self._host is not None else "trying once more with"
+        log.warning("release %s did not load, %s %s: %s", published.release_id, again, self.name, failure)
         self._leave("restarting", failure)
         await self._bring_up()
 

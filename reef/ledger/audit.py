@@ -16,7 +16,7 @@ from sqlalchemy import Connection, Row, Select, func, select, true
 from sqlalchemy.exc import DBAPIError
 
 from reef.ledger.batches import MAX_ATTEMPTS
-from reef.ledger.codec import digest, from_json, pack_ids
+from reef.ledger.codec import BROKEN_BODY, digest, from_json, pack_ids, unpack_body
 from reef.ledger.receipts import UNREADABLE, compute_digest, read_many
 from reef.ledger.reports import FREE_TEXT
 from reef.ledger.schema import batch_samples, batches, receipts, releases, report_receipts, reports, requests
@@ -61,6 +61,7 @@ def audit(connection: Connection, progress: Callable[[str], None] = lambda _: No
         yield from _batches(connection)
         yield from _reports(connection, progress)
         yield from _receipts(connection, progress)
+        yield from _bodies(connection)
     except DBAPIError as error:
         yield Finding("database", connection.dialect.name, f"cannot be read: {error.orig}")
 
@@ -307,6 +308,15 @@ def _receipts(connection: Connection, progress: Callable[[str], None]) -> Iterat
             elif (fault := _content_fault(row, whole[row.id])) is not None:
                 incomplete.add(row.id)
                 yield Finding("receipt", row.id, fault)
+
+
+def _bodies(connection: Connection) -> Iterator[Finding]:
+    query = select(requests.c.id, requests.c.body).where(requests.c.deleted_at.is_(None)).order_by(requests.c.id)
+    for row in _rows(connection, query):
+        try:
+            unpack_body(row.body)
+        except BROKEN_BODY as error:
+            yield Finding("request", row.id, f"its body cannot be read: {error}")
 
 
 def _receipt_fault(row: Row[Any], known: set[str]) -> str | None:

@@ -33,8 +33,10 @@ def reserve(
     settings: Mapping[str, Any],
     split: Split,
     now: float,
-) -> Batch:
+) -> str:
     """Store a batch with its exact order, before anything trains on it. `split` maps lengths to microbatches.
+
+    Returns its id.
 
     Raises:
         ConflictError: a batch is reserved already, or a picked report is no longer pending.
@@ -66,9 +68,16 @@ def reserve(
     if taken.rowcount != len(picked):
         raise ConflictError(f"{len(picked) - taken.rowcount} reports of batch {batch_id} are no longer pending")
     connection.execute(insert(batch_samples), _sample_rows(connection, batch_id, selection))
-    lengths = [len(sample.tokens) for sample in load(connection, batch_id).samples]
+    lengths = connection.scalars(
+        select(requests.c.prompt_length + receipts.c.num_tokens)
+        .select_from(batch_samples)
+        .join(receipts, receipts.c.id == batch_samples.c.receipt_id)
+        .join(requests, requests.c.id == receipts.c.request_id)
+        .where(batch_samples.c.batch_id == batch_id)
+        .order_by(batch_samples.c.position)
+    ).all()
     connection.execute(update(batches).where(batches.c.id == batch_id).values(microbatches=to_json(split(lengths))))
-    return load(connection, batch_id)
+    return batch_id
 
 
 def _sample_rows(connection: Connection, batch_id: str, selection: Selection) -> list[dict[str, Any]]:
@@ -205,16 +214,21 @@ def commit(connection: Connection, batch_id: str, release: Release, now: float) 
     return release
 
 
-def again(connection: Connection, batch_id: str, error: str, now: float) -> bool:
-    """Count a failed attempt. True: take the batch once more; False: it ended `failed`, its reports `step_failed`.
+def again(connection: Connection, batch_id: str, attempt: int, error: str, now: float) -> bool:
+    """Attempt number `attempt` has failed: once more (True), or the batch ends `failed`, its reports `step_failed`.
+
+    Idempotent by attempt.
 
     Raises:
-        LedgerError: the batch is not reserved.
+        LedgerError: the batch is not reserved, and did not end with this attempt.
     """
-    reserved = (batches.c.id == batch_id, batches.c.state == "reserved")
-    attempt = connection.scalar(select(batches.c.attempt).where(*reserved))
-    if attempt is None:
+    found = connection.execute(select(batches.c.state, batches.c.attempt).where(batches.c.id == batch_id)).first()
+    if found is not None and (found.state, found.attempt) == ("failed", attempt):
+        return False
+    if found is None or found.state != "reserved":
         raise LedgerError(f"batch {batch_id} is not reserved, so no attempt of it can fail")
+    if found.attempt != attempt:
+        return True
     row = update(batches).where(batches.c.id == batch_id)
     if attempt < MAX_ATTEMPTS:
         connection.execute(row.values(attempt=attempt + 1, error=error, updated_at=now))
@@ -226,6 +240,23 @@ def again(connection: Connection, batch_id: str, error: str, now: float) -> bool
         .values(state=ReportState.DROPPED.value, reason="step_failed", updated_at=now)
     )
     return False
+
+
+def lay_down(connection: Connection, scenario: str) -> None:
+    """The owner ends in order: the reserved batch, where there is one, has not failed by that."""
+    connection.execute(
+        update(batches).where(batches.c.scenario == scenario, batches.c.state == "reserved").values(begun=False)
+    )
+
+
+def pick_up(connection: Connection, scenario: str) -> tuple[str, int] | None:
+    """A reserved batch, and its attempt, that the last owner was killed in; one that was laid down is begun again."""
+    query = select(batches).where(batches.c.scenario == scenario, batches.c.state == "reserved")
+    row = connection.execute(query).first()
+    if row is None or row.begun:
+        return (row.id, row.attempt) if row else None
+    connection.execute(update(batches).where(batches.c.id == row.id).values(begun=True))
+    return None
 
 
 def abort(connection: Connection, scenario: str, now: float) -> str | None:
@@ -250,6 +281,8 @@ def jump(connection: Connection, release: Release, now: float) -> Release:
         LedgerError: the chain has moved on meanwhile.
     """
     head = release_rows.head(connection, release.scenario)
+    if head is not None and head.id == release.id:
+        return head  # stored already, though the answer was lost
     if head is None or head.id != release.parent:
         raise LedgerError(f"release {release.id} follows {release.parent}, but the head is {head and head.id}")
     if head.state is ReleaseState.PENDING:

@@ -9,6 +9,8 @@ import orjson
 
 from reef.types import Floats, Ids
 
+BROKEN_BODY = (zlib.error, TypeError)  # what unpacking a body raises that nobody packed
+
 
 def pack_ids(ids: Ids) -> bytes:
     """int32 [N] -> 4N bytes."""
@@ -36,7 +38,7 @@ def pack_body(body: bytes) -> bytes:
 
 
 def unpack_body(blob: bytes) -> bytes:
-    """The body that `pack_body` compressed, byte for byte. Raises zlib.error where the blob is broken."""
+    """The body that `pack_body` compressed, byte for byte. Raises one of BROKEN_BODY where the blob is broken."""
     return zlib.decompress(blob)
 
 

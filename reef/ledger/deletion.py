@@ -275,7 +275,7 @@ def _count_samples(connection: Connection, page: Sequence[str]) -> None:
 
 
 def _to_replay(connection: Connection, page: Sequence[str], oldest: bool) -> set[str]:
-    """Of these requests, those that the way from a checkpoint to the head trains on.
+    """Of these requests, those that the way from a checkpoint to the head trains on, or to what it may give way to.
 
     From the newest checkpoint or the oldest there is along the head's ancestry; from the base, where there is none.
     """
@@ -289,14 +289,16 @@ def _to_replay(connection: Connection, page: Sequence[str], oldest: bool) -> set
     for scenario in {row.scenario for row in rows}:
         head = release_rows.head(connection, scenario)
         assert head is not None  # one of its releases was found
-        checkpoints = release_rows.checkpoints_of(connection, head)
-        since = checkpoints[-1 if oldest else 0].number if checkpoints else 0
-        ranges = release_rows.ancestry(connection, scenario, head.number)
-        found |= {
-            row.request_id
-            for row in rows
-            if row.scenario == scenario and row.number > since and release_rows.is_among(ranges, row.number)
-        }
+        fallback = None if head.verified_at is not None else release_rows.verified_before(connection, head)
+        for target in filter(None, (head, fallback)):
+            checkpoints = release_rows.checkpoints_of(connection, target)
+            since = checkpoints[-1 if oldest else 0].number if checkpoints else 0
+            ranges = release_rows.ancestry(connection, scenario, target.number)
+            found |= {
+                row.request_id
+                for row in rows
+                if row.scenario == scenario and row.number > since and release_rows.is_among(ranges, row.number)
+            }
     return found
 
 

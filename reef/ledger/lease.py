@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Float, cast, func, sel
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
 
-from reef.errors import UnavailableError
+from reef.errors import ReefError
 from reef.ledger.database import meaning, wait_longer
 from reef.ledger.schema import leases, meta
 from reef.observe import log
@@ -114,7 +114,7 @@ class SharedLease(Lease):
             try:
                 async with asyncio.timeout(self._until - time.monotonic()):
                     await self.renew()
-            except UnavailableError as error:
+            except ReefError as error:
                 log.warning("the lease is not renewed, trying again: %s", error.message)
             except TimeoutError:
                 break
@@ -124,7 +124,7 @@ class SharedLease(Lease):
         epoch, self.epoch = self.epoch, 0
         try:
             await self._run(self._free, epoch)
-        except UnavailableError as error:
+        except ReefError as error:
             log.warning("the lease is not released, it expires: %s", error.message)
 
     def close(self) -> None:
@@ -170,6 +170,11 @@ class SharedLease(Lease):
                 raise meaning(error) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def owner(connection: Connection) -> str | None:
+    """PostgreSQL: who owns the ledger, as HOST:PID:NUMBER; None where nobody does."""
+    return connection.scalar(select(leases.c.holder).where(leases.c.name == NAME, leases.c.expires_at >= _clock()))
 
 
 def _clock() -> ColumnElement[float]:

@@ -38,7 +38,10 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "owner.lock"
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise LedgerError(f"cannot lock {self._path}: {error.strerror}") from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

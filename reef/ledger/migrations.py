@@ -26,6 +26,7 @@ def _rollback_gate_deletion(connection: Connection) -> None:
         "ALTER TABLE releases ADD COLUMN state_at FLOAT",
         "ALTER TABLE releases ADD COLUMN replay_diverged BOOLEAN NOT NULL DEFAULT false",
         "ALTER TABLE releases ADD COLUMN num_deleted INTEGER NOT NULL DEFAULT '0'",
+        "ALTER TABLE batches ADD COLUMN begun BOOLEAN NOT NULL DEFAULT true",
         "ALTER TABLE reports ADD COLUMN releases TEXT",
         # Version 1 kept the oldest only: a later one of the same report is not known any more without its receipts.
         """UPDATE reports SET releases = '["' || oldest_release || '"]' WHERE oldest_release IS NOT NULL""",

@@ -8,8 +8,9 @@ import numpy as np
 from sqlalchemy import Connection, Row, insert, select
 from sqlalchemy.exc import NoResultFound
 
-from reef.errors import ConflictError, DamagedError, GoneError, NotFoundError
+from reef.errors import ConflictError, DamagedError, GoneError, LedgerError, NotFoundError
 from reef.ledger.codec import (
+    BROKEN_BODY,
     digest,
     from_json,
     pack_body,
@@ -271,13 +272,17 @@ def skeleton(connection: Connection, receipt_id: str) -> Skeleton:
 
 
 def body_of(connection: Connection, request_id: str) -> bytes:
-    """The client's JSON as it came. Raises NotFoundError, and GoneError where it was deleted."""
+    """The client's JSON as it came. Raises NotFoundError, GoneError where it was deleted, LedgerError where damaged."""
     row = connection.execute(select(requests.c.body, requests.c.deleted_at).where(requests.c.id == request_id)).first()
     if row is None:
         raise NotFoundError(f"no request {request_id}")
     if row.deleted_at is not None:
         raise GoneError(f"the body of request {request_id} was deleted")
-    return unpack_body(row.body)
+    try:
+        return unpack_body(row.body)
+    except BROKEN_BODY as error:
+        what = f"the body of request {request_id} is damaged ({error}): run `reef doctor --ledger`"
+        raise LedgerError(what, code="receipt_damaged") from error
 
 
 def _whole_prompt(connection: Connection, parent: str | None, added: bytes) -> Ids:

@@ -1,6 +1,7 @@
 """Releases: a scenario's chain, what is kept of it on disk, and where a token's weights lie in it."""
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, insert, or_, select, update
@@ -84,6 +85,30 @@ def ancestry(connection: Connection, scenario: str, number: int) -> list[tuple[i
     return [*ranges, (0, number)]
 
 
+def jumps_over(connection: Connection, release: Release) -> Iterator[tuple[Release, bool]]:
+    """The rollbacks and promotions after a release, oldest first, and whether it is an ancestor of each."""
+    query = (
+        select(releases)
+        .where(releases.c.scenario == release.scenario, releases.c.source.is_not(None))
+        .where(releases.c.number > release.number)
+        .order_by(releases.c.number)
+    )
+    jumps = [_from_row(row) for row in connection.execute(query)]
+    numbers = numbers_of(connection, {jump.source for jump in jumps if jump.source is not None})
+    held: list[tuple[int, bool]] = [(release.number, True)]  # from each number on, until the next: is it an ancestor?
+    for jump in jumps:
+        source = numbers[str(jump.source)]
+        holds = source >= release.number and held[bisect_right(held, source, key=lambda entry: entry[0]) - 1][1]
+        held.append((jump.number, holds))
+        yield jump, holds
+
+
+def numbers_of(connection: Connection, ids: Iterable[str]) -> dict[str, int]:
+    """Links' numbers by their ids."""
+    query = select(releases.c.id, releases.c.number).where(releases.c.id.in_(list(ids)))
+    return {row.id: row.number for row in connection.execute(query)}
+
+
 def is_among(ranges: Sequence[tuple[int, int]], number: int) -> bool:
     """Whether a link's number lies in one of `ancestry`'s ranges."""
     return any(low <= number <= high for low, high in ranges)
@@ -91,18 +116,24 @@ def is_among(ranges: Sequence[tuple[int, int]], number: int) -> bool:
 
 def steps_to(connection: Connection, release: Release, after: int) -> list[Release]:
     """The updates along a release's ancestry after link `after`, oldest first: what a checkpoint of that lacks."""
-    query = _among(ancestry(connection, release.scenario, release.number), release.scenario).where(
-        releases.c.operation == Operation.TRAIN.value, releases.c.number > after
+    query = (
+        select(releases)
+        .where(
+            releases.c.scenario == release.scenario,
+            releases.c.operation == Operation.TRAIN.value,
+            releases.c.number > after,
+            releases.c.number <= release.number,
+        )
+        .order_by(releases.c.number)
     )
-    return [_from_row(row) for row in connection.execute(query.order_by(releases.c.number))]
+    ranges = ancestry(connection, release.scenario, release.number)
+    return [_from_row(row) for row in connection.execute(query) if is_among(ranges, row.number)]
 
 
 def checkpoints_of(connection: Connection, release: Release) -> list[Release]:
     """Those along a release's ancestry that have a trainer checkpoint, newest first."""
-    query = _among(ancestry(connection, release.scenario, release.number), release.scenario).where(
-        releases.c.checkpoint.is_not(None)
-    )
-    return [_from_row(row) for row in connection.execute(query.order_by(releases.c.number.desc()))]
+    ranges = ancestry(connection, release.scenario, release.number)
+    return [found for found in checkpoints(connection, release.scenario) if is_among(ranges, found.number)]
 
 
 def staleness(connection: Connection, scenario: str, ids: Iterable[str]) -> dict[str, int | None]:
@@ -125,33 +156,21 @@ def staleness(connection: Connection, scenario: str, ids: Iterable[str]) -> dict
 
 
 def served(connection: Connection, scenario: str) -> Release | None:
-    """The newest link that may be served: neither held, nor rejected, nor quarantined. None before the base."""
-    query = (
-        select(releases)
-        .where(releases.c.scenario == scenario, releases.c.state == ReleaseState.RELEASED.value)
-        .order_by(releases.c.number.desc())
-        .limit(1)
-    )
-    row = connection.execute(query).first()
-    return _from_row(row) if row else None
+    """The newest of the head and its ancestors that may be served: not held, rejected or quarantined. None: no base."""
+    newest = head(connection, scenario)
+    query = select(releases).where(releases.c.state == ReleaseState.RELEASED.value)
+    return None if newest is None else _newest_ancestor(connection, query, newest)
 
 
 def verified_before(connection: Connection, release: Release) -> Release | None:
-    """The newest link before `release` that an engine has loaded and agreed with; the base always counts."""
-    query = (
-        select(releases)
-        .where(
-            releases.c.scenario == release.scenario,
-            releases.c.number < release.number,
-            releases.c.restorable,
-            releases.c.state == ReleaseState.RELEASED.value,
-            or_(releases.c.verified_at.is_not(None), releases.c.operation == Operation.BASE.value),
-        )
-        .order_by(releases.c.number.desc())
-        .limit(1)
+    """The newest ancestor of `release` that an engine has loaded and agreed with; the base always counts."""
+    query = select(releases).where(
+        releases.c.number < release.number,
+        releases.c.restorable,
+        releases.c.state == ReleaseState.RELEASED.value,
+        or_(releases.c.verified_at.is_not(None), releases.c.operation == Operation.BASE.value),
     )
-    row = connection.execute(query).first()
-    return _from_row(row) if row else None
+    return _newest_ancestor(connection, query, release)
 
 
 def set_state(connection: Connection, release_id: str, state: ReleaseState, reason: str | None, now: float) -> None:
@@ -239,6 +258,16 @@ def evaluations_of(connection: Connection, release_ids: Iterable[str]) -> dict[s
     return found
 
 
+def _newest_ancestor(connection: Connection, query: Select[Any], release: Release) -> Release | None:
+    """Of the links that a query finds, the newest that is `release` or one of its ancestors."""
+    for low, high in ancestry(connection, release.scenario, release.number):
+        inside = query.where(releases.c.scenario == release.scenario, releases.c.number.between(low, high))
+        row = connection.execute(inside.order_by(releases.c.number.desc()).limit(1)).first()
+        if row is not None:
+            return _from_row(row)
+    return None
+
+
 def _from_row(row: Row[Any]) -> Release:
     return Release(
         id=row.id,
@@ -263,8 +292,3 @@ def _from_row(row: Row[Any]) -> Release:
         replay_diverged=row.replay_diverged,
         num_deleted=row.num_deleted,
     )
-
-
-def _among(ranges: Sequence[tuple[int, int]], scenario: str) -> Select[Any]:
-    inside = [releases.c.number.between(low, high) for low, high in ranges]
-    return select(releases).where(releases.c.scenario == scenario, or_(*inside))

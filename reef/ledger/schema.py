@@ -140,6 +140,7 @@ batches = Table(
     Column("error", Text),
     Column("created_at", Float, nullable=False),
     Column("updated_at", Float, nullable=False),
+    Column("begun", Boolean, nullable=False, server_default=text("true")),  # reserved: an attempt may be in work
     UniqueConstraint("scenario", "number"),
     Index(
         "batches_reserved",  # at most one a scenario

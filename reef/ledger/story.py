@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, select
 from reef.ledger import releases as release_rows
 from reef.ledger import reports as report_rows
 from reef.ledger.receipts import skeleton
-from reef.ledger.schema import batch_samples, batches, receipts, releases, report_receipts, requests
+from reef.ledger.schema import batch_samples, batches, receipts, report_receipts, requests
 from reef.types import ReleaseState, ReportState
 
 Event = dict[str, Any]
@@ -107,14 +107,10 @@ def _of_release(connection: Connection, batch: Row[Any], about: Event) -> Iterat
         told.append({"at": release.state_at, "event": release.state.value, **named, "reason": release.reason})
     if release.verified_at is not None:
         told.append({"at": release.verified_at, "event": "verified", **named})
-    jumps = select(releases.c.id, releases.c.number, releases.c.operation, releases.c.created_at).where(
-        releases.c.scenario == release.scenario, releases.c.source.is_not(None), releases.c.number > release.number
-    )
     inside = True
-    for jump in connection.execute(jumps.order_by(releases.c.number)):
-        ranges = release_rows.ancestry(connection, release.scenario, jump.number)
-        if release_rows.is_among(ranges, release.number) != inside:
-            inside = not inside
+    for jump, holds in release_rows.jumps_over(connection, release):
+        if holds != inside:
+            inside = holds
             event = "brought_back" if inside else "rolled_away"
             told.append({"at": jump.created_at, "event": event, **named, "by": jump.id, "operation": jump.operation})
     yield from sorted(told, key=lambda event: event["at"])

@@ -41,6 +41,7 @@ class House:
     dispatcher: "Dispatcher | None" = None
     waiting_for: str | None = "the engine and the trainer"  # None once ready
     failure: str | None = None  # why start-up failed
+    following_error: str | None = None  # what does not work though another service owns the ledger
     started_at: float = field(default_factory=time.time)
     num_in_flight: int = 0
     background: set[asyncio.Task[Any]] = field(default_factory=set)

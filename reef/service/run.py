@@ -13,8 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -23,7 +22,7 @@ from sqlalchemy import Connection
 from reef.chat.template import Template
 from reef.config import Config
 from reef.engines.pool import Engines
-from reef.errors import ConfigError, LoadFailedError, ReefError, UnavailableError
+from reef.errors import ConfigError, LoadFailedError, OwnershipLostError, ReefError, UnavailableError
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger, RunLock
 from reef.observe import Metrics, log, set_up_logging
@@ -36,12 +35,14 @@ from reef.types import Published, Release
 
 if TYPE_CHECKING:
     from reef.dispatcher import Dispatcher
+    from reef.training.cluster import Trainer
 
 # Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): the side that uses it must be the one to close
 # it, else a request is lost on a connection that the service was just closing.
 KEEP_ALIVE_S = 75
 GRACE_S = 10  # that requests in work may take once the service stops
 FOLLOW_S = 1.0  # between looks at what the owner of a shared ledger has released
+RETRY_S = 30.0  # before a follower tries again what failed here: to load a release, to train
 Announce = Callable[[str], None]
 
 
@@ -52,8 +53,7 @@ async def serve(config: Config, announce: Announce) -> int:
         ReefError: it could not even begin (run directory in use, port in use, an unusable ledger).
     """
     run_dir = config.reef.run_dir
-    _make(run_dir)
-    set_up_logging(config.reef.log_level, config.logs_dir / "reef.log")
+    _prepare(config)
     with contextlib.ExitStack() as stack:
         lock = RunLock(run_dir)
         stack.callback(lock.release)
@@ -91,6 +91,9 @@ class _Run:
             )
         )
         self._tasks: list[asyncio.Task[None]] = []  # that run beside the service until it stops
+        self._refused: tuple[str, str, float] | None = None  # the release that did not load, why, when to try again
+        self._fault: str | None = None  # why training ended here, or could not begin
+        self._rest_until = 0.0  # no training here before; by time.monotonic()
         self._url = ""
 
     async def until_stopped(self) -> int:
@@ -125,120 +128,166 @@ class _Run:
         house, config = self._house, self._config
         storage = await self._open_storage()
         head = await self._served(storage)
-        owns = await house.ledger.lease.try_acquire()
+        owns = await self._own()
         if owns:
             await storage.clean(head.scenario or None)
         self._announce(f"starting the engine with release {head.id}")
         try:
             async with asyncio.timeout(config.reef.ready_timeout), asyncio.TaskGroup() as group:
-                engine = group.create_task(self._start_engine(storage, head))
+                engine = group.create_task(self._serve(storage, head, house.engines.start))
                 if house.trains and owns:
                     group.create_task(self._start_training(storage))
         except TimeoutError:
             raise UnavailableError(
                 f"engine and trainer are not up after {config.reef.ready_timeout:g} s (reef.ready-timeout)"
             ) from None
-        if house.dispatcher is not None:
-            await house.dispatcher.recover()  # takes as long as it takes: each release in the log as it is replayed
-            self._announce("trainer is at the head of the chain")
-        if house.engines.served == storage.base.release_id:
-            await house.engines.verify(storage.base)
-        if (refused := engine.result()) is not None and house.dispatcher is not None:
-            await house.dispatcher.chain.quarantine(head, refused)
-        if refused is None and owns:
-            await house.ledger.write_owned(releases.set_verified, head.id, time.time())
-        leftovers.record(config.reef.run_dir, self._pids())
-        if house.dispatcher is not None:
-            self._beside("dispatcher", self._train(house.dispatcher))
+        if owns:
+            try:
+                await self._lead(storage, head, engine.result())
+            except OwnershipLostError:
+                if not house.ledger.shared:
+                    raise
+                await self._step_down()
         if house.ledger.shared:
             self._beside("follow", self._follow(storage))
         self._beside("retention", retention.run(house))
+        leftovers.record(config.reef.run_dir, self._pids())
         house.waiting_for = None
+
+    async def _own(self) -> bool:
+        """Become the ledger's owner, where there is none and this service trains; stay it. (A file's always is.)"""
+        ledger = self._house.ledger
+        if not ((self._house.trains or not ledger.shared) and await ledger.lease.try_acquire()):
+            return False
+        self._beside("lease", self._keep_lease())
+        return True
+
+    async def _keep_lease(self) -> None:
+        lease, house = self._house.ledger.lease, self._house
+        await lease.keep()
+        if house.dispatcher is not None and not lease.held:
+            house.dispatcher.progress.error = "this service does not own the ledger any more"
+            house.dispatcher.stop()
+
+    async def _lead(self, storage: Storage, served: Release, refused: str | None) -> None:
+        """As the owner, once engine and trainer are up; `refused`: why the engine did not load `served`."""
+        house = self._house
+        dispatcher = house.dispatcher
+        if not house.ledger.lease.held:
+            raise OwnershipLostError("this service lost the ledger while it started to train")
+        if dispatcher is not None:
+            await dispatcher.recover()  # takes as long as it takes: each release in the log as it is replayed
+            self._announce("trainer is at the head of the chain")
+        if house.engines.served == storage.base.release_id:
+            await house.engines.verify(storage.base)
+        if refused is None:
+            await house.ledger.write_owned(releases.set_verified, served.id, time.time())
+        elif dispatcher is not None:
+            await dispatcher.chain.quarantine(served, refused)
+        if dispatcher is not None:
+            self._beside("dispatcher", self._train(dispatcher))
 
     def _beside(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work, name=name))
 
-    async def _start_engine(self, storage: Storage, head: Release) -> str | None:
-        """With the head (None); where no engine loads that, with the release verified before it, and why."""
+    async def _serve(
+        self, storage: Storage, release: Release, load: Callable[[Published], Awaitable[None]]
+    ) -> str | None:
+        """`load` a release (None); where no engine takes it, the release verified before it, and why."""
         house = self._house
         try:
-            published = storage.published(head)
-            await asyncio.to_thread(storage.check_bytes, head)
-            await house.engines.start(published)
+            published = storage.published(release)
+            await asyncio.to_thread(storage.check_bytes, release)
+            await load(published)
         except LoadFailedError as error:
-            verified = await house.ledger.read(releases.verified_before, head)
+            verified = await house.ledger.read(releases.verified_before, release)
             if verified is None:
                 raise
             self._announce(f"serving {verified.id} instead: {error.message}")
             await house.engines.load(storage.published(verified))
+            self._refused = (release.id, error.message, time.monotonic() + RETRY_S)
             return error.message
         return None
 
     async def _start_training(self, storage: Storage) -> None:
-        from reef.dispatcher import Dispatcher  # these import Ray: not for a service that only records
-        from reef.training.cluster import Trainer
-
         house, config = self._house, self._config
         self._announce("starting Ray and the Megatron workers")
-        trainer = Trainer(config, config.inference.model_path)
-        house.dispatcher = Dispatcher(config, house.ledger, house.engines, trainer, storage, house.metrics)
+        new_trainer, new_dispatcher = await asyncio.to_thread(_training_rooms)
+        trainer = new_trainer(config, config.inference.model_path)
+        house.dispatcher = new_dispatcher(config, house.ledger, house.engines, trainer, storage, house.metrics)
         house.dispatcher.gate.url = self._url
         await house.dispatcher.start()
 
     async def _train(self, dispatcher: "Dispatcher") -> None:
         """Supervises the loop: if it ends by a fault of ours, serving goes on and status says so."""
-        keeper = asyncio.create_task(self._keep_lease(dispatcher), name="lease")
         try:
             await dispatcher.run()
         except Exception as error:  # noqa: BLE001 - the supervisor
             dispatcher.progress.error = f"training stopped: {error}"
             log.error("training stopped", exc_info=error)
-        finally:
-            keeper.cancel()
+            if self._house.ledger.shared:
+                self._rest(dispatcher.progress.error)
+                await self._house.ledger.lease.release()
 
-    async def _keep_lease(self, dispatcher: "Dispatcher") -> None:
-        await self._house.ledger.lease.keep()
-        dispatcher.stop()  # another service may own the ledger by now
+    def _rest(self, fault: str) -> None:
+        """Let another service train, where one can."""
+        self._fault, self._rest_until = fault, time.monotonic() + RETRY_S
 
     async def _follow(self, storage: Storage) -> None:
         """Serve what the owner of the ledger releases; own it where nobody does."""
         house = self._house
         while True:
             await asyncio.sleep(FOLLOW_S)
-            dispatcher = house.dispatcher
-            if dispatcher is not None and not house.ledger.lease.held and dispatcher.progress.phase == "stopped":
-                house.dispatcher = None
-                await dispatcher.close()
-            if house.dispatcher is not None:
-                continue
             try:
-                await self._serve_released(storage)
-                if house.trains and await house.ledger.lease.try_acquire():
+                if house.dispatcher is not None:
+                    if house.ledger.lease.held or house.dispatcher.progress.phase != "stopped":
+                        continue
+                    await self._step_down()
+                released = await self._served(storage)
+                house.following_error = await self._serve_released(storage, released) or self._fault
+                if time.monotonic() >= self._rest_until and await self._own():
                     await self._take_over(storage)
-            except ReefError as error:
-                log.warning("following the ledger's owner: %s", error.message)
+            except Exception as error:  # noqa: BLE001 - a supervisor: nobody else would take an owner's place
+                house.following_error = error.message if isinstance(error, ReefError) else repr(error)
+                cause = None if isinstance(error, ReefError) else error
+                log.warning("following the ledger's owner: %s", house.following_error, exc_info=cause)
 
-    async def _serve_released(self, storage: Storage) -> None:
-        released = await self._served(storage)
-        if released.id != self._house.engines.served:
-            await self._house.engines.load(storage.published(released))
+    async def _serve_released(self, storage: Storage, released: Release) -> str | None:
+        """Have the engine serve it, where it does not; why it cannot."""
+        if released.id == self._house.engines.served:
+            return None
+        if self._refused is not None:
+            release_id, reason, retry_at = self._refused
+            if release_id == released.id and time.monotonic() < retry_at:
+                return reason
+        return await self._serve(storage, released, self._house.engines.load)
 
     async def _take_over(self, storage: Storage) -> None:
         """Train in the place of an owner that is gone."""
         house = self._house
         self._announce(f"taking over as {house.ledger.lease.holder}")
         try:
+            released = await self._served(storage)  # the last owner may have released one more
+            await storage.clean(released.scenario or None)
+            self._refused = None  # it is tried once more, before it is quarantined
+            refused = await self._serve_released(storage, released)
             await self._start_training(storage)
-            assert house.dispatcher is not None
-            await house.dispatcher.recover()
-        except BaseException:
-            dispatcher, house.dispatcher = house.dispatcher, None
-            await house.ledger.lease.release()
-            if dispatcher is not None:
-                await dispatcher.close()
+            await self._lead(storage, released, refused)
+            self._fault = None
+        except BaseException as error:
+            self._rest(f"training could not begin: {error}")
+            await self._step_down()
             raise
-        self._announce("trainer is at the head of the chain")
-        self._beside("dispatcher", self._train(house.dispatcher))
+        leftovers.record(self._config.reef.run_dir, self._pids())
+
+    async def _step_down(self) -> None:
+        """End a trainer that must not, or cannot, train for this ledger any more."""
+        house = self._house
+        await house.ledger.lease.release()
+        dispatcher, house.dispatcher = house.dispatcher, None
+        if dispatcher is not None:
+            await dispatcher.close()
+        self._announce("training no more, following the ledger's next owner")
 
     async def _open_storage(self) -> Storage:
         house = self._house
@@ -295,17 +344,20 @@ class _Run:
         self._server.should_exit = True
         await serving
         for task in self._tasks:
-            if task.get_name() != "dispatcher":  # that one ends its step
+            if task.get_name() not in ("dispatcher", "lease"):  # the one ends its step, the other stays until then
                 task.cancel()
+        keeping = [task for task in self._tasks if task.get_name() == "lease"]
         try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*(task for task in self._tasks if task not in keeping), return_exceptions=True)
             if house.dispatcher is not None:
                 await house.dispatcher.close()
         finally:
+            for task in keeping:
+                task.cancel()
+            await house.ledger.lease.release()  # before the engine ends: another service need not wait for that
             await house.engines.stop()
             if house.background:
                 await asyncio.wait(house.background)
-            await house.ledger.lease.release()
 
     def _pids(self) -> Iterator[int]:
         yield from self._house.engines.pids()
@@ -324,6 +376,14 @@ class _Run:
         self._stop.set()
 
 
+def _training_rooms() -> "tuple[type[Trainer], type[Dispatcher]]":
+    """They import Ray, which takes seconds: not for a service that only records, and not while requests wait."""
+    from reef.dispatcher import Dispatcher
+    from reef.training.cluster import Trainer
+
+    return Trainer, Dispatcher
+
+
 def _cause(error: BaseException) -> BaseException:
     """What failed first: engine and trainer start in a group, whose own text says nothing."""
     while isinstance(error, BaseExceptionGroup):
@@ -339,14 +399,17 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _make(run_dir: Path) -> None:
+def _prepare(config: Config) -> None:
+    """The run directory and the log in it. Raises ConfigError where they cannot be written."""
+    run_dir = config.reef.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".writable"
         probe.touch()
         probe.unlink()
+        set_up_logging(config.reef.log_level, config.logs_dir / "reef.log")
     except OSError as error:
-        raise ConfigError(f"reef.run-dir {run_dir} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"reef.run-dir: cannot write {error.filename}: {error.strerror}") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

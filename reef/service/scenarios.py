@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from reef.errors import BadRequestError, ConflictError
-from reef.ledger import releases, reports, scenarios
+from reef.ledger import lease, releases, reports, scenarios
 from reef.ledger.scenarios import Scenario
 from reef.service.house import House
 from reef.service.http import body_schema, house_of, json_response, read_body
@@ -160,7 +160,8 @@ async def _dispatcher(house: House, name: str) -> "Dispatcher":
     if not house.trains or name != await house.ledger.read(scenarios.training):
         raise ConflictError(f"scenario {name} does not train here", code="not_training")
     if house.dispatcher is None:
-        raise ConflictError(f"another service on this ledger trains {name}: ask that one", code="not_owner")
+        owner = await house.ledger.read(lease.owner) or "nobody right now"
+        raise ConflictError(f"the service that owns this ledger trains {name}: {owner}", code="not_owner")
     return house.dispatcher
 
 

@@ -8,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from reef.ledger import batches, deletion, releases, reports, scenarios
+from reef.ledger import batches, deletion, lease, releases, reports, scenarios
 from reef.service.house import House
 from reef.service.http import house_of, json_response
 from reef.types import ReportState
@@ -87,7 +87,7 @@ async def _queue(house: House, name: str) -> dict[str, Any]:
 async def _training(house: House) -> dict[str, Any] | None:
     dispatcher = house.dispatcher
     if dispatcher is None:
-        return None
+        return await _following(house) if house.trains and house.ledger.shared else None
     batch = dispatcher.progress.batch
     return {
         "phase": dispatcher.progress.phase,
@@ -98,6 +98,13 @@ async def _training(house: House) -> dict[str, Any] | None:
         "paused": dispatcher.progress.paused,
         "error": dispatcher.progress.error,
     }
+
+
+async def _following(house: House) -> dict[str, Any]:
+    """Another service on this ledger trains, `owner`; None: nobody does now."""
+    unknown = dict.fromkeys(("batch_id", "attempt", "batch_error", "held", "paused"))
+    owner = await house.ledger.read(lease.owner)
+    return {"phase": "following", "owner": owner, **unknown, "error": house.following_error}
 
 
 def _held(gate: "Gate") -> dict[str, Any] | None:

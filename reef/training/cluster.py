@@ -112,6 +112,12 @@ class Trainer:
                 self._temp_dir = None
                 self._temp_link.unlink(missing_ok=True)
 
+    def ping(self) -> None:
+        """Nothing, where every worker is alive and answers."""
+        if not self._workers:
+            raise WorkersLostError("there are no training workers (not started, or lost and not restarted)")
+        self._gather([worker.pid.remote() for worker in self._workers], "ping", self._timeout_s)
+
     def step(self, batch: Batch) -> StepResult:
         """Take one optimizer step.
 
@@ -303,8 +309,12 @@ class Trainer:
     def _call(self, method: str, *args: Any) -> list[Any]:
         if not self._workers:
             raise WorkersLostError(f"{method}: there are no training workers (not started, or lost and not restarted)")
-        shared = [ray.put(arg) for arg in args]
-        return self._gather([w.call.remote(method, *shared) for w in self._workers], method, self._timeout_s)
+        try:
+            shared = [ray.put(arg) for arg in args]
+            calls = [worker.call.remote(method, *shared) for worker in self._workers]
+        except RayError as error:
+            raise self._lost(f"{method}: Ray failed: {error}") from error
+        return self._gather(calls, method, self._timeout_s)
 
     def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
         """Each rank's answer. An error of ours is raised once every rank is done; any other ends the workers."""

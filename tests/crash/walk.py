@@ -37,7 +37,7 @@ from tests.crash.frozen import (
 POLL_S = 0.02
 SLOW_POLL_S = 0.2  # while a service starts: looking costs it time
 WAIT_S = 180.0
-ORPHAN_S = 15.0  # that what a killed service had started may live on
+ORPHAN_S = 45.0  # that what a killed service had started may live on: agents of Ray take half a minute
 
 TARGETS = ("service", "worker", "engine", "all")
 OWNERS = {

@@ -761,7 +761,7 @@ def test_an_attached_engine_serves_alone_and_has_no_room_for_a_candidate(
         with pytest.raises(ConfigError, match=r"inference\.url"):
             await engines.start_candidate(published("c1"), 0.5)
         fake_engine.answers["/update_weights_from_disk"] = lambda http, body: {"success": False, "message": "no disk"}
-        with pytest.raises(LoadFailedError, match=r"the attached engine failed: .*no disk"):
+        with pytest.raises(LoadFailedError, match="no disk"):
             await engines.load(published("r1"))
         with pytest.raises(UnavailableError, match="no disk"):
             await ask(engines)

@@ -346,9 +346,13 @@ def test_a_load_that_fails_on_an_attached_server_leaves_it_running_and_closes_th
 ) -> None:
     async def work(replica):
         fake_engine.answers["/update_weights_from_disk"] = lambda http, body: {"success": False, "message": "no disk"}
-        with pytest.raises(LoadFailedError, match=r"the attached engine failed: .*no disk"):
+        with pytest.raises(LoadFailedError, match="no disk"):
             await replica.load(published("r1"))
-        assert fake_engine.calls[-1][0] == "/continue_generation"
+        assert [route for route in routes(fake_engine) if route.startswith(("/update", "/continue"))] == [
+            "/update_weights_from_disk",
+            "/continue_generation",  # it is left as it was found
+            "/update_weights_from_disk",  # tried twice
+        ]
         assert not replica.ready
         replica.recover()  # there is nothing that we could restart
         assert (replica.state, replica._watcher) == ("failed", None)

@@ -217,7 +217,7 @@ class Book:
 
     def reserve(self, picks: Sequence[str | Pick], id: str = "b1", **changes: Any) -> Batch:
         chosen = tuple(pick if isinstance(pick, Pick) else Pick(pick, "g") for pick in picks)
-        batch: Batch = self.write(
+        self.write(
             batches.reserve,
             SCENARIO,
             id,
@@ -227,6 +227,7 @@ class Book:
             changes.get("split", one_by_one),
             changes.get("now", NOW + 1),
         )
+        batch: Batch = self.read(batches.load, id)
         return batch
 
     def release(self, number: int, parent: str | None = BASE, **changes: Any) -> Release:

@@ -38,8 +38,8 @@ def fill(book: Any) -> Any:
     book.train(2, [Pick(stale, "g", trains=False), *(Pick(name, "g") for name in fresh)])
     jump(book, 3, Operation.ROLLBACK, "r1")
     book.reserve(book.graded(2, release="r1"), id="b3", base_release="r3")
-    for _ in range(batches.MAX_ATTEMPTS):
-        book.write(batches.again, "b3", "no gradient is finite", 8.0)
+    for attempt in range(1, batches.MAX_ATTEMPTS + 1):
+        book.write(batches.again, "b3", attempt, "no gradient is finite", 8.0)
     train(book, 4, book.graded(2, release="r3"))
     book.reserve(waiting := book.graded(2, release="r1"), id="b5", base_release="r4")
     jump(book, 5, Operation.PROMOTE, "r2")
@@ -267,6 +267,7 @@ def test_a_row_that_was_changed_is_named_and_no_other(
             "UPDATE requests SET body = x'0000' WHERE id = 'req1'",
             "receipt req1.0: it was deleted, and 2 bytes of its content",
         ),
+        ("UPDATE requests SET body = x'0000' WHERE id = 'req43'", "request req43: its body cannot be read: Error -3"),
         (
             "UPDATE report_receipts SET receipt_id = 'req35.0' WHERE report_id = 'rep36'",
             "report rep36: its body references other receipts",

@@ -211,13 +211,15 @@ def test_nobody_sees_a_release_without_its_trained_reports(book: Any) -> None:
 def test_a_batch_is_taken_a_second_time_and_then_given_up_with_its_reports(book: Any) -> None:
     names = book.graded(2)
     batch = book.reserve(names)
-    assert book.write(batches.again, batch.id, "the worker died", 9.0) is True
+    assert book.write(batches.again, batch.id, 1, "the worker died", 9.0) is True
+    assert book.write(batches.again, batch.id, 1, "the worker died", 9.0) is True  # the answer was lost
     taken = book.read(batches.load, batch.id)
     assert taken.attempt == 2
     assert [sample.report_id for sample in taken.samples] == names
     assert book.read(batches.error_of, batch.id) == "the worker died"
     assert book.read(batches.reserved, "arithmetic") == batch.id
-    assert book.write(batches.again, batch.id, "and again", 10.0) is False
+    assert book.write(batches.again, batch.id, 2, "and again", 10.0) is False
+    assert book.write(batches.again, batch.id, 2, "and again", 10.0) is False
     assert [book.state(name) for name in names] == [("dropped", "step_failed")] * 2
     assert book.rows("SELECT state, error FROM batches") == [("failed", "and again")]
     assert book.read(batches.reserved, "arithmetic") is None
@@ -229,12 +231,21 @@ def test_a_batch_is_taken_a_second_time_and_then_given_up_with_its_reports(book:
     assert book.write(batches.commit, after.id, book.release(1, batch_id=after.id), 12.0).parent == "r0"
 
 
+def test_a_batch_that_was_laid_down_in_order_has_not_failed(book: Any) -> None:
+    assert book.write(batches.pick_up, "arithmetic") is None
+    batch = book.reserve(book.graded(1))
+    assert book.write(batches.pick_up, "arithmetic") == (batch.id, 1)  # its owner was killed
+    book.write(batches.lay_down, "arithmetic")
+    assert book.write(batches.pick_up, "arithmetic") is None
+    assert book.write(batches.pick_up, "arithmetic") == (batch.id, 1)  # begun again, and killed
+
+
 def test_only_a_reserved_batch_can_fail(book: Any) -> None:
     book.train(1, book.graded(1))
     before = book.dump()
     for name in ("b1", "b9"):
         with pytest.raises(LedgerError, match=f"batch {name} is not reserved"):
-            book.write(batches.again, name, "late", 12.0)
+            book.write(batches.again, name, 1, "late", 12.0)
     assert book.dump() == before
 
 

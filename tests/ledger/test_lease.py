@@ -120,7 +120,7 @@ class TestSeveralServices:
             assert await next_one.lease.try_acquire()
             assert not slow.lease.held  # by its own clock it knows, too
             assert slow.epoch == 1
-            owned = slow.write_owned(batches.again, "b1", "late", 1.0)
+            owned = slow.write_owned(batches.again, "b1", 1, "late", 1.0)
             answers = await asyncio.gather(
                 slow.write(note, "note1"), owned, slow.write(note, "note2"), return_exceptions=True
             )

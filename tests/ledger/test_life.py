@@ -123,7 +123,7 @@ class Life:
         if self.open is None:
             return
         self.failures += 1
-        again = self.book.write(batches.again, self.open, "no", 9.0)
+        again = self.book.write(batches.again, self.open, self.failures, "no", 9.0)
         assert again is (self.failures < 2)
         if not again:
             names = [pick.report_id for pick in self.members[self.open]]

@@ -260,8 +260,8 @@ def test_a_report_says_at_each_station_where_it_is(book: Any) -> None:
     assert view["updated_at"] == 9.0
     assert book.state(silent) == ("dropped", "stale")
     book.reserve([failing], id="b2", base_release="r1")
-    book.write(batches.again, "b2", "gradients not finite", 10.0)
-    book.write(batches.again, "b2", "gradients not finite", 11.0)
+    book.write(batches.again, "b2", 1, "gradients not finite", 10.0)
+    book.write(batches.again, "b2", 2, "gradients not finite", 11.0)
     view = book.read(reports.view, failing)
     assert (view["state"], view["reason"], view["release_id"]) == ("dropped", "step_failed", None)
 

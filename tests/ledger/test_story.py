@@ -114,7 +114,7 @@ def test_a_batch_that_was_given_up_stays_in_the_story(book: Any) -> None:
 def test_failed_attempts_are_told_with_their_errors_where_the_time_is_known_with_it(book: Any) -> None:
     good, bad = book.graded(2)
     book.reserve([good], id="b1")
-    book.write(batches.again, "b1", "a worker died", NOW + 2)
+    book.write(batches.again, "b1", 1, "a worker died", NOW + 2)
     failed = book.read(story.of_report, good)[-1]
     assert failed == {
         "at": NOW + 2,
@@ -128,8 +128,8 @@ def test_failed_attempts_are_told_with_their_errors_where_the_time_is_known_with
     history = book.read(story.of_report, good)
     assert [(event["event"], event["at"]) for event in history[2:]] == [("attempt_failed", None), ("trained", NOW + 3)]
     book.reserve([bad], id="b2", base_release="r1", now=NOW + 4)
-    book.write(batches.again, "b2", "not finite", NOW + 5)
-    book.write(batches.again, "b2", "still not finite", NOW + 6)
+    book.write(batches.again, "b2", 1, "not finite", NOW + 5)
+    book.write(batches.again, "b2", 2, "still not finite", NOW + 6)
     *_, last = book.read(story.of_report, bad)
     assert (last["event"], last["at"], last["attempt"], last["error"]) == (
         "step_failed",
