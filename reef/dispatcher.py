@@ -298,6 +298,7 @@ class Dispatcher:
     async def _train(self, batch: Batch) -> None:
         """One batch: step, commit, then serve the release, or hold it."""
         started = time.perf_counter()
+        self.progress.phase = "stepping"
         await asyncio.to_thread(self._trainer.ping)  # workers that died since the last step cost this batch nothing
         release = await self._step(batch)
         if release is None:

@@ -16,6 +16,7 @@ from reef.errors import (
     ConfigError,
     DamagedError,
     LoadFailedError,
+    OwnershipLostError,
     ReefError,
     StepFailedError,
     UnavailableError,
@@ -374,6 +375,30 @@ def test_a_setting_that_a_replay_would_need_as_it_was_is_named(house: House) -> 
         assert house.trainer.state == [1]
         house.run()
         await house.stop()
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("moment", ["in a step", "at the end"])
+def test_who_does_not_own_the_ledger_any_more_publishes_nothing_and_writes_no_checkpoint(
+    house: House, moment: str
+) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        await house.grade_and_wait()
+        if moment == "at the end":
+            house.dispatcher.stop()
+            await house.loop
+        house.faults.at("head", OwnershipLostError("another service owns the ledger"))
+        if moment == "in a step":
+            await house.grade()
+            await house.loop
+            assert house.dispatcher.progress.error == "another service owns the ledger"
+        await house.dispatcher.close()
+        assert not house.trainer.running
+        assert (house.faults.passed.count("publish"), house.faults.passed.count("save")) == (1, 0)
+        house.ledger.close()
 
     asyncio.run(live())
 

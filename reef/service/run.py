@@ -1,7 +1,7 @@
 """One service from start to stop: what is started in which order, and ended in the reverse one.
 
 lock, log, ledger, port -> HTTP answers (503) -> engine and trainer, side by side -> recovery -> ready
-stop: no new requests -> dispatcher ends its step -> trainer -> engine -> ledger, lock
+stop: no new requests -> dispatcher ends its step -> trainer -> lease -> engine -> ledger, lock
 
 Where several services share a ledger, one owns it and trains. The others serve what it releases (`_follow`), and one of
 them takes its place when it is gone.
