@@ -159,6 +159,7 @@ class Life:
         assert {state for (state,) in self.book.rows(left)} <= ENDED
 
 
+@pytest.mark.slow
 def test_any_order_of_reports_batches_failures_and_restarts_keeps_every_promise(book: Any) -> None:
     book.ledger.close()
     reached: set[tuple[str, str | None]] = set()

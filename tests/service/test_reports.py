@@ -203,6 +203,7 @@ def test_a_body_over_the_limit_is_413_and_nothing_is_stored(recorder, receipt, s
     assert recorder.chat("1+1=").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_locked_database_is_503_with_when_to_come_back_and_takes_the_report_afterwards(
     recorder, receipt, is_error
 ) -> None:

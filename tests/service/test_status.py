@@ -203,6 +203,7 @@ def test_a_run_directory_has_one_owner_who_is_named_to_the_second(recorder, serv
     assert recorder.chat("1+1=").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_idle_longer_than_clients_keep_one_is_still_good(recorder) -> None:
     idle_s = 6  # httpx drops its own after 5
     with contextlib.closing(http.client.HTTPConnection(recorder.url.removeprefix("http://"), timeout=10)) as connection:
