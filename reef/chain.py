@@ -76,8 +76,13 @@ class Chain:
         return head
 
     async def come_home(self, fresh: bool = False) -> None:
-        """Bring the trainer to the head. `fresh`: its workers have just started. Raises what `Recovery.bring` does."""
-        await self._recovery.bring(await self.head(), fresh)
+        """Bring the trainer to the head. `fresh`: its workers have just started. Raises what `Recovery.bring` does.
+
+        Where a checkpoint on the way could not be used, a new one is written: deletions rely on those that are named.
+        """
+        head = await self.head()
+        if not await self._recovery.bring(head, fresh) and head.operation is not Operation.BASE:
+            await self._recovery.save(head)
         self.astray = False
 
     async def serve(self, release: Release) -> None:
@@ -123,15 +128,9 @@ class Chain:
 
     async def rollback(self, release_id: str) -> Release:
         """Back to an earlier release, which was served once. Raises NotFoundError, ConflictError."""
-        return await self._jump(Operation.ROLLBACK, *await self.target_of_rollback(release_id))
-
-    async def target_of_rollback(self, release_id: str) -> tuple[Release, Release]:
-        """It, and the head. Raises NotFoundError, and ConflictError where it may not be served again."""
         head, target = await self.head(), await self._find(release_id)
-        _refuse_current(target, head)
-        if target.state is not ReleaseState.RELEASED:  # nor pending: that is the head only
-            raise ConflictError(f"{target.id} is {target.state}: {target.reason}", code=f"release_{target.state}")
-        return target, head
+        check_rollback(target, head)
+        return await self._jump(Operation.ROLLBACK, target, head)
 
     async def promote(self, release_id: str, force: bool) -> Release:
         """Serve a release; `force`: though its gate rejected it. Raises NotFoundError, ConflictError."""
@@ -178,6 +177,7 @@ class Chain:
             ReefError: they are lost each time; training cannot go on.
         """
         self._progress.phase = "recovering"
+        self.astray = True  # also where coming home fails otherwise than by losing them once more
         for restart in range(1, MAX_RESTARTS + 1):
             try:
                 await asyncio.to_thread(self._trainer.restart)
@@ -240,6 +240,8 @@ class Chain:
         """
         self._progress.phase = "restoring"
         reach("rollback.before")
+        if head.checkpoint is None and head.operation is not Operation.BASE:
+            await self._save(head)  # should this fail, the trainer is back at once
         release_id = self._storage.release_id(head.number + 1)
         self.astray = True
         try:
@@ -292,6 +294,13 @@ class Chain:
             await self._storage.discard(self._storage.checkpoint_path(release.id))  # what was half written
             await self.revive()
             await self._recovery.save(release)
+
+
+def check_rollback(target: Release, head: Release) -> None:
+    """Raises ConflictError where `target` is the head's content already, or may not be served again."""
+    _refuse_current(target, head)
+    if target.state is not ReleaseState.RELEASED:  # nor pending: that is the head only
+        raise ConflictError(f"{target.id} is {target.state}: {target.reason}", code=f"release_{target.state}")
 
 
 def _refuse_current(target: Release, head: Release) -> None:

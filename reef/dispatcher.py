@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from reef.chain import Chain
+from reef.chain import Chain, check_rollback
 from reef.config import Config
 from reef.engines.pool import Engines
 from reef.errors import (
@@ -47,6 +47,7 @@ from reef.types import Batch, Drop, Operation, Release, ReleaseState, Selection
 T = TypeVar("T")
 SETTLE_S = 0.01  # reports come in bursts: one look at the queue for all that come within it
 MAX_COMMANDS = 16  # rollbacks, promotions and checkpoints that wait for their turn
+MAX_LOST = 5  # times that workers are lost outside a step, with no release in between, before training ends
 MAX_WAIT_S = 600  # for one of them
 RETRY_S = 5  # after which to ask again
 SHARED_LOOK_S = 1.0  # between looks at a queue that other services fill too
@@ -88,6 +89,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._update_asked = False
         self._commands: list[_Command] = []
+        self._num_lost = 0  # times that workers were lost outside a step since the last release
         self._at_head = False  # `run` ended in order, so the trainer's state is that of the head
         self._timer: asyncio.TimerHandle | None = None  # wakes at the next deadline of a group
         self._wandb: WandbLog | None = None
@@ -108,8 +110,10 @@ class Dispatcher:
             NotFoundError: there is no such release.
             ConflictError: it cannot be restored whole; nothing has changed.
         """
-        self._require_chain()
-        await self.chain.target_of_rollback(release_id)  # before a step is given up for it
+        scenario = self._require_chain()
+        head = await self._ledger.read(releases.head, scenario)
+        assert head is not None  # the base at least
+        check_rollback(await self._ledger.read(releases.get, scenario, release_id), head)  # before a step is given up
         return await self._ask(partial(self.chain.rollback, release_id), leaves=True)
 
     async def promote(self, release_id: str, force: bool = False) -> Release:
@@ -156,14 +160,20 @@ class Dispatcher:
                     await self._turn()
                 except WorkersLostError as error:
                     log.warning("%s", error.message)
+                    self._num_lost += 1
+                    if self._num_lost > MAX_LOST:
+                        raise
                     await self.chain.revive()
             self._at_head = not self.chain.astray
-            await self._lay_down()
+        except UnavailableError as error:  # not before `stop`: until then it is tried again
+            log.warning("stopped with something not stored: %s", error.message)
         except OwnershipLostError as error:
             progress.error = error.message
             log.error("stopped training: %s", error.message)
         finally:
             self._refuse_commands()
+            if progress.stopping:
+                await self._lay_down()
             await self.gate.let_go()
             if self._wandb is not None:
                 await asyncio.to_thread(self._wandb.close)
@@ -186,7 +196,7 @@ class Dispatcher:
     async def _lay_down(self) -> None:
         """A batch that is reserved at an orderly end has not failed: the next owner counts no attempt of it."""
         if self.chain.scenario is not None:
-            with contextlib.suppress(UnavailableError):  # then it counts one
+            with contextlib.suppress(UnavailableError, OwnershipLostError):  # then it counts one
                 await self._ledger.write_owned(batches.lay_down, self.chain.scenario)
 
     async def close(self) -> None:
@@ -195,7 +205,7 @@ class Dispatcher:
         try:
             if self._at_head:
                 await self.chain.checkpoint()
-        except (OwnershipLostError, UnavailableError, WorkersLostError) as error:
+        except ReefError as error:
             log.warning("no checkpoint at the end, the next start replays: %s", error.message)
         finally:
             await asyncio.to_thread(self._trainer.stop)
@@ -219,9 +229,9 @@ class Dispatcher:
             await self.chain.hold(head, self.notify)
         elif head.state is ReleaseState.QUARANTINED:
             self.progress.pause(f"release {head.id} is quarantined: {head.reason}")
-        left = await self._until_stored(self._ledger.write_owned, batches.pick_up, self.chain.scenario)
-        if left is not None:
-            batch_id, attempt = left
+        killed_in = await self._until_stored(self._ledger.read, batches.killed_in, self.chain.scenario)
+        if killed_in is not None:
+            batch_id, attempt = killed_in
             await self._again(batch_id, attempt, "the service ended during the step")
 
     async def _next_batch(self) -> Batch | None:
@@ -232,6 +242,7 @@ class Dispatcher:
             return None
         left = await self._ledger.read(batches.reserved, self.chain.scenario)
         if left is not None:
+            await self._ledger.write_owned(batches.begin, left)
             return await self._load(left)
         scenario = await self._ledger.read(scenarios.get, self.chain.scenario)
         if scenario.mode == "manual" and not self._update_asked:
@@ -272,8 +283,9 @@ class Dispatcher:
             return None
         reach("batch.reserved")
         self._count_drops(selection)
+        asked, self._update_asked = self._update_asked, False
         batch = await self._load(reserved)
-        self._update_asked = self._update_asked and batch is None
+        self._update_asked = asked and batch is None
         self._metrics.step_seconds.labels("reserve").observe(time.perf_counter() - started)
         return batch
 
@@ -318,7 +330,7 @@ class Dispatcher:
             result = await asyncio.to_thread(self._trainer.step, batch)
             self.chain.astray = True
             stepped = time.perf_counter()
-            if any(command.leaves for command in self._commands):
+            if any(command.leaves and not command.done.cancelled() for command in self._commands):
                 return None
             head = await self.chain.head()  # after the step: an owner no more publishes nothing
             release_id = self._storage.release_id(head.number + 1)
@@ -361,6 +373,7 @@ class Dispatcher:
         await self._until_stored(self._ledger.write_owned, batches.commit, batch.id, release, release.created_at)
         reach("commit.after")
         self.chain.astray = False
+        self._num_lost = 0
         self._metrics.releases.inc()
         self._metrics.drops.labels("stale").inc(len({s.report_id for s in batch.samples if not s.trains}))
         self._metrics.step_seconds.labels("step").observe(stepped - started)
@@ -390,11 +403,12 @@ class Dispatcher:
         else:
             await self._wait()
 
-    def _require_chain(self) -> None:
+    def _require_chain(self) -> str:
         if self.progress.phase == "stopped":
             raise ConflictError(f"training has stopped: {self.progress.error}", code="training_stopped")
         if self.chain.scenario is None:
             raise ConflictError("nothing trains yet: no scenario was created", code="not_training")
+        return self.chain.scenario
 
     async def _ask(self, work: Callable[[], Awaitable[T]], leaves: bool = False) -> T:
         """Have something done by the loop, between two steps; what it returned or raised."""

@@ -78,10 +78,11 @@ class Recovery:
         self._store = store
         self.replay_s = 0.0  # seconds of steps that a crash now would have to make again
 
-    async def bring(self, target: Release, fresh: bool = False) -> None:
+    async def bring(self, target: Release, fresh: bool = False) -> bool:
         """Bring the trainer to `target`'s state: weights, moments, schedule, random numbers.
 
-        `fresh`: its workers have just started, so it is at the base.
+        `fresh`: its workers have just started, so it is at the base. Returns whether every checkpoint that was tried
+        could be used.
 
         Where a release made again differs from the one that is there (not on a CPU), its published weights are taken,
         the moments kept, and the release is marked `replay_diverged`.
@@ -91,7 +92,7 @@ class Recovery:
             WorkersLostError: the workers ended on the way.
         """
         reach("recovery.begin")
-        start = await self._restore(target, fresh)
+        start, all_whole = await self._restore(target, fresh)
         self.replay_s = 0.0
         steps = await self._store(self._ledger.read, releases.steps_to, target, start)
         aside = self._storage.replays_dir
@@ -111,6 +112,7 @@ class Recovery:
                     differs = None
         if differs is not None and (gone := await self._take_published(target)) is not None:
             raise ReefError(f"{differs}, and its weights are gone: {gone}", code="replay_diverged")
+        return all_whole
 
     async def save(self, release: Release) -> None:
         """A checkpoint of `release`, which the trainer is at. Raises WorkersLostError."""
@@ -119,8 +121,12 @@ class Recovery:
         await self._store(self._ledger.write_owned, releases.set_checkpoint, release.id, str(path))
         self.replay_s = 0.0
 
-    async def _restore(self, target: Release, fresh: bool) -> int:
-        """From the newest checkpoint on the way to `target` that is whole, else the base; the number of its release."""
+    async def _restore(self, target: Release, fresh: bool) -> tuple[int, bool]:
+        """From the newest checkpoint on the way to `target` that is whole, else the base.
+
+        Returns the number of its release, and whether it is the first that was tried.
+        """
+        all_whole = True
         found: list[Release] = await self._store(self._ledger.read, releases.checkpoints_of, target)
         for release in found:
             try:
@@ -129,13 +135,13 @@ class Recovery:
                     raise LoadFailedError(f"it holds step {steps}, the release is step {release.step}")
             except LoadFailedError as error:
                 log.error("checkpoint of %s is not used, the one before it is: %s", release.id, error.message)
-                fresh = False
+                fresh = all_whole = False
                 continue
             reach("recovery.restored")
-            return release.number
+            return release.number, all_whole
         if not fresh:
             await asyncio.to_thread(self._trainer.reset)
-        return 0
+        return 0, all_whole
 
     async def _take_published(self, release: Release) -> str | None:
         """Put a release's weights into the trainer; why not, where they are not whole on disk."""

@@ -215,6 +215,9 @@ class Replica:
         again = "restarting" if self._host is not None else "trying once more with"
         log.warning("release %s did not load, %s %s: %s", published.release_id, again, self.name, failure)
         self._leave("restarting", failure)
+        if self._host is None and self._client is not None:  # not ours to end: it must not stay paused
+            with contextlib.suppress(ReefError):
+                await self._client.resume()
         await self._bring_up()
 
     async def _load_in_place(self, published: Published) -> None:

@@ -231,7 +231,7 @@ def again(connection: Connection, batch_id: str, attempt: int, error: str, now: 
         return True
     row = update(batches).where(batches.c.id == batch_id)
     if attempt < MAX_ATTEMPTS:
-        connection.execute(row.values(attempt=attempt + 1, error=error, updated_at=now))
+        connection.execute(row.values(attempt=attempt + 1, begun=False, error=error, updated_at=now))
         return True
     connection.execute(row.values(state="failed", error=error, updated_at=now))
     connection.execute(
@@ -249,14 +249,18 @@ def lay_down(connection: Connection, scenario: str) -> None:
     )
 
 
-def pick_up(connection: Connection, scenario: str) -> tuple[str, int] | None:
-    """A reserved batch, and its attempt, that the last owner was killed in; one that was laid down is begun again."""
-    query = select(batches).where(batches.c.scenario == scenario, batches.c.state == "reserved")
+def killed_in(connection: Connection, scenario: str) -> tuple[str, int] | None:
+    """The reserved batch, and its attempt, that an owner was killed in. None: none is reserved, or it was not begun."""
+    query = select(batches.c.id, batches.c.attempt).where(
+        batches.c.scenario == scenario, batches.c.state == "reserved", batches.c.begun
+    )
     row = connection.execute(query).first()
-    if row is None or row.begun:
-        return (row.id, row.attempt) if row else None
-    connection.execute(update(batches).where(batches.c.id == row.id).values(begun=True))
-    return None
+    return (row.id, row.attempt) if row is not None else None
+
+
+def begin(connection: Connection, batch_id: str) -> None:
+    """An attempt of a batch that was reserved before begins: whoever is killed from here on, it has failed."""
+    connection.execute(update(batches).where(batches.c.id == batch_id).values(begun=True))
 
 
 def abort(connection: Connection, scenario: str, now: float) -> str | None:

@@ -74,7 +74,8 @@ def delete(connection: Connection, request_ids: Collection[str], now: float) -> 
         if needs_checkpoint(connection, page):
             raise CheckpointNeededError(
                 "releases after the last trainer checkpoint were trained on some of these receipts, and a crash now "
-                "would need them: delete them once the service that trains has written a checkpoint"
+                "would need them: delete them once the service that trains has written one (while a release is held or "
+                "quarantined that is not before it is decided)"
             )
         _count_samples(connection, page)
         stripped = _strip(connection, page, now)

@@ -156,9 +156,9 @@ def staleness(connection: Connection, scenario: str, ids: Iterable[str]) -> dict
 
 
 def served(connection: Connection, scenario: str) -> Release | None:
-    """The newest of the head and its ancestors that may be served: not held, rejected or quarantined. None: no base."""
+    """The newest of the head and its ancestors that may be served: not held, rejected, quarantined or gone."""
     newest = head(connection, scenario)
-    query = select(releases).where(releases.c.state == ReleaseState.RELEASED.value)
+    query = select(releases).where(releases.c.state == ReleaseState.RELEASED.value, releases.c.restorable)
     return None if newest is None else _newest_ancestor(connection, query, newest)
 
 

@@ -116,7 +116,11 @@ class Trainer:
         """Nothing, where every worker is alive and answers."""
         if not self._workers:
             raise WorkersLostError("there are no training workers (not started, or lost and not restarted)")
-        self._gather([worker.pid.remote() for worker in self._workers], "ping", self._timeout_s)
+        try:
+            calls = [worker.pid.remote() for worker in self._workers]
+        except RayError as error:
+            raise self._lost(f"ping: Ray failed: {error}") from error
+        self._gather(calls, "ping", self._timeout_s)
 
     def step(self, batch: Batch) -> StepResult:
         """Take one optimizer step.

@@ -232,12 +232,15 @@ def test_a_batch_is_taken_a_second_time_and_then_given_up_with_its_reports(book:
 
 
 def test_a_batch_that_was_laid_down_in_order_has_not_failed(book: Any) -> None:
-    assert book.write(batches.pick_up, "arithmetic") is None
+    assert book.read(batches.killed_in, "arithmetic") is None
     batch = book.reserve(book.graded(1))
-    assert book.write(batches.pick_up, "arithmetic") == (batch.id, 1)  # its owner was killed
+    assert book.read(batches.killed_in, "arithmetic") == (batch.id, 1)  # its owner was killed
     book.write(batches.lay_down, "arithmetic")
-    assert book.write(batches.pick_up, "arithmetic") is None
-    assert book.write(batches.pick_up, "arithmetic") == (batch.id, 1)  # begun again, and killed
+    assert book.read(batches.killed_in, "arithmetic") is None
+    book.write(batches.begin, batch.id)
+    assert book.read(batches.killed_in, "arithmetic") == (batch.id, 1)
+    book.write(batches.again, batch.id, 1, "the worker died", 9.0)
+    assert book.read(batches.killed_in, "arithmetic") is None  # counted, and not begun again
 
 
 def test_only_a_reserved_batch_can_fail(book: Any) -> None:

@@ -198,7 +198,7 @@ def test_without_a_trainer_here_what_a_replay_needs_is_409_and_says_why(
     batch = trained(receipt, "committed")
     assert recorder.receipt(receipt)["trained_in"] == [f"rel-{batch}"]
     refused = delete(recorder, f"/reef/receipts/{receipt}")
-    is_error(refused, 409, code="checkpoint_needed", says="once the service that trains has written a checkpoint")
+    is_error(refused, 409, code="checkpoint_needed", says="once the service that trains has written one")
     assert not is_deleted(recorder, receipt)
     with closing(sqlite3.connect(recorder.run_dir / "ledger.db")) as connection, connection:
         connection.execute("UPDATE releases SET checkpoint = '/c' WHERE id = ?", (f"rel-{batch}",))
