@@ -12,6 +12,7 @@ import argparse
 import http.client
 import json
 import os
+import signal
 import sys
 import time
 import urllib.error
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `reef releases | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:  # before the service took over the signals
+    except KeyboardInterrupt:
         return 130
 
 
@@ -283,6 +284,7 @@ def _move(arguments: argparse.Namespace, config: Config, how: str, body: dict[st
 def _replay(arguments: argparse.Namespace, config: Config) -> int:
     from reef import replay
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # its workers are to be ended
     return replay.run(
         config, arguments.scenario, arguments.to, arguments.directory, lambda text: print(text, flush=True)
     )
