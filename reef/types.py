@@ -308,8 +308,3 @@ class Release:
     state_at: float | None = None  # when the state last changed; None: it is as it was made
     replay_diverged: bool = False  # made again from the ledger, it came out different
     num_deleted: int = 0  # samples it was trained on whose receipts were deleted since
-
-    @property
-    def content_parent(self) -> str | None:
-        """The release before this one along the ancestry of its content (`parent` is the link before it)."""
-        return self.source or self.parent

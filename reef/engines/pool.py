@@ -220,7 +220,7 @@ class Engines:
         """Those that may answer a request which names this release."""
         if release in (None, self.served):
             return self._replicas
-        if self._candidate is not None and release == self.candidate:  # never None here
+        if self._candidate is not None and release == self.candidate:
             return [self._candidate]
         on_trial = f", {self.candidate} is on trial" if self.candidate is not None else ""
         raise ConflictError(
