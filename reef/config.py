@@ -73,12 +73,19 @@ class ReefSection(Section):
 class InferenceSection(Section):
     """The engines: which model they serve, how long requests may take, and how releases are loaded.
 
-    Refuses a url that is not plain http or https, or that has a user, a password or a query; several replicas with one.
+    Refuses a url that is not plain http or https, or that has a user, a password or a query; several replicas with one;
+    tensor ranks for the embedded engine; and fewer devices than the engines take.
     """
 
-    backend: Literal["embedded"] = Field("embedded", description="The server Reef starts when no url is given.")
+    backend: Literal["embedded", "sglang"] = Field(
+        "embedded", description="The server Reef starts when no url is given: ours, or SGLang."
+    )
     url: str | None = Field(None, description="Attach to a running engine, e.g. http://127.0.0.1:30000.")
     replicas: int = Field(1, ge=1, description="Engines that Reef starts, each with the whole model; 1 with a url.")
+    tensor: int = Field(1, ge=1, description="Tensor-parallel ranks of each engine (SGLang's tp-size).")
+    devices: list[int] | None = Field(
+        None, description="Numbers of the GPUs for the engines, `tensor` for each replica in turn; none: all are visible."
+    )
     model_path: Path = Field(
         Path("recipes/arithmetic/starter"), description="Hugging Face model directory of the base."
     )
@@ -102,6 +109,17 @@ class InferenceSection(Section):
             raise ValueError("inference.url: expected http://HOST:PORT (https too), without user, password or query")
         if self.url is not None and self.replicas > 1:
             raise ValueError(f"inference.replicas is {self.replicas}: Reef starts none where inference.url names one")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_have_devices(self) -> "InferenceSection":
+        if self.backend == "embedded" and self.tensor > 1:
+            raise ValueError(f"inference.tensor is {self.tensor}: the embedded engine has one rank; use backend sglang")
+        if self.devices is not None and len(self.devices) < self.replicas * self.tensor:
+            raise ValueError(
+                f"inference.devices names {len(self.devices)} GPUs, but {self.replicas} replicas of {self.tensor} ranks "
+                f"take {self.replicas * self.tensor}"
+            )
         return self
 
 
@@ -149,16 +167,28 @@ class RecipeSection(Section):
 
 
 class Layout(Section):
-    """Ranks per dimension; their product is the number of workers."""
+    """Ranks per dimension. Expert ranks are a division of the others, as in Megatron; the rest multiply.
+
+    Refuses sequence parallelism without tensor ranks.
+    """
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel ranks.")
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel ranks.")
     data: int = Field(1, ge=1, description="Data-parallel ranks.")
+    context: int = Field(1, ge=1, description="Context-parallel ranks; needs Transformer Engine, so a GPU.")
+    expert: int = Field(1, ge=1, description="Expert-parallel ranks, for mixture-of-experts models.")
+    sequence_parallel: bool = Field(False, description="Split norms and dropout over the tensor ranks too.")
+
+    @model_validator(mode="after")
+    def _sequence_over_tensor(self) -> "Layout":
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("training.layout.sequence-parallel splits over tensor ranks, and tensor is 1")
+        return self
 
     @property
     def world_size(self) -> int:
-        """The number of workers: tensor * pipeline * data."""
-        return self.tensor * self.pipeline * self.data
+        """The number of workers: tensor * pipeline * data * context."""
+        return self.tensor * self.pipeline * self.data * self.context
 
 
 class OptimizerOptions(Section):
@@ -176,12 +206,40 @@ class OptimizerOptions(Section):
     adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
 
 
+class SyncSection(Section):
+    """How new weights reach the engines.
+
+    Refuses releases that stay off the disk with the disk as their transport.
+    """
+
+    transport: Literal["disk", "distributed"] = Field(
+        "disk", description="Engines read the release's files, or the trainer sends its tensors (nccl; gloo on a CPU)."
+    )
+    bucket_bytes: int = Field(256 * 2**20, gt=0, description="Bytes of tensors sent at once by `distributed`.")
+    disk_every: int = Field(1, ge=1, description="With `distributed`: write the weights of every Nth release only.")
+
+    @model_validator(mode="after")
+    def _disk_reads_files(self) -> "SyncSection":
+        if self.transport == "disk" and self.disk_every > 1:
+            raise ValueError(
+                f"training.sync.disk-every is {self.disk_every}, but transport disk needs the files of every release"
+            )
+        return self
+
+
 class TrainingSection(Section):
     """The trainer: its workers, optimizer, precision and checkpoints."""
 
     backend: Literal["megatron", "none"] = Field("megatron", description="The trainer; none: record only.")
     layout: Layout = Field(default_factory=lambda: Layout(), description="How the model is spread over workers.")
+    ray_address: str | None = Field(
+        None, description="Join this Ray cluster and leave it running; none: RAY_ADDRESS, else one of our own."
+    )
+    devices: list[int] | None = Field(
+        None, description="Numbers of the GPUs for the workers, without a Ray cluster; none: all are visible."
+    )
     options: OptimizerOptions = Field(default_factory=lambda: OptimizerOptions(), description="Optimizer and schedule.")
+    sync: SyncSection = Field(default_factory=lambda: SyncSection(), description="How weights reach the engines.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
     seed: int = Field(0, ge=0, description="Seed of the trainer's random numbers.")
     threads: int = Field(1, ge=1, description="CPU threads per worker.")

@@ -255,14 +255,24 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that the trainer sends to an engine at once, under Hugging Face names and in the base model's dtypes."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]  # torch's names without "torch.", e.g. "bfloat16"
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
-    """A release's weights on disk: complete, fsynced and renamed into place."""
+    """A release's weights: on disk (complete, fsynced and renamed into place), or for now in the trainer alone."""
 
     release_id: str
-    path: str  # absolute
+    path: str  # absolute; where they are, or would be
     content_id: str  # "sha256:..." over the weights' bytes; equal weights have equal ids
     size_bytes: int
     probe: Probe | None  # None where nothing trains (record-only) and so nobody can contradict the engine
+    on_disk: bool = True
 
 
 class Operation(enum.StrEnum):
