@@ -2,13 +2,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python -m
 INSTALLED = .venv/.installed
+SGLANG_CPU = .venv/.sglang-cpu
 
-.PHONY: demo test test-fast soak lint bench bench-ledger install postgres clean
+.PHONY: demo test test-fast soak lint bench bench-ledger install sglang-cpu postgres clean
 
 demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 	$(RUN) recipes.arithmetic.demo
 
-test: lint postgres  ## set up, check style, types and floors, run every test
+test: lint postgres sglang-cpu  ## set up, check style, types and floors, run every test
 	$(RUN) pytest
 
 test-fast: $(INSTALLED)  ## under two minutes: no Ray, and one shared record-only service
@@ -32,6 +33,8 @@ bench: $(INSTALLED)  ## every figure in docs/performance.md, each beside its ref
 
 install: $(INSTALLED)
 
+sglang-cpu: $(SGLANG_CPU)  ## SGLang for a machine without a GPU, beside the rest
+
 postgres:  ## the server that tests of a shared ledger start; where it cannot be installed they are skipped
 	@ls /usr/lib/postgresql/*/bin/postgres > /dev/null 2>&1 \
 	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq \
@@ -43,6 +46,10 @@ $(INSTALLED): pyproject.toml harness/pyproject.toml constraints.txt
 	"$(PYTHON)" -m venv .venv
 	$(RUN) pip install --quiet --constraint constraints.txt --editable './harness[plot]' --editable '.[dev,wandb]'
 	touch $(INSTALLED)
+
+$(SGLANG_CPU): $(INSTALLED) requirements-sglang-cpu.txt
+	$(RUN) pip install --quiet --no-deps --requirement requirements-sglang-cpu.txt
+	touch $(SGLANG_CPU)
 
 clean:  ## remove what was set up and what was made
 	rm -rf .venv work build *.egg-info harness/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

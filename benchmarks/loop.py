@@ -73,7 +73,7 @@ async def one_release(client: Client, problems: list[Problem], seconds: Seconds)
     ):
         seconds.add(phase, value)
     load = status["engines"][0]["last_load"]
-    for phase in ("pause", "load", "verify"):
+    for phase in ("pause", "transfer", "verify"):
         seconds.add(phase, load[f"{phase}_s"])
     seconds.add("gate closed", load["total_s"])
 

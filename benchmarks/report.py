@@ -88,13 +88,21 @@ def gateway() -> str:
 def engine() -> str:
     found = read("engine")
     lines = [
-        (row["concurrency"], round(row["engine"]), round(row["generate"]), f"{row['engine'] / row['generate']:.2f}")
+        (
+            row["concurrency"],
+            round(row["embedded"]),
+            round(row["sglang"]),
+            round(row["generate"]),
+            f"{row['embedded'] / row['generate']:.2f}",
+            f"{row['sglang'] / row['generate']:.2f}",
+        )
         for row in found["rows"]
     ]
-    head = ["Concurrency", "Embedded engine over HTTP, tokens/s", "transformers `generate`, tokens/s", "Ratio"]
+    head = ["Concurrency", "Embedded", "SGLang", "`generate`", "Embedded / `generate`", "SGLang / `generate`"]
     return (
-        "\n## The embedded engine\n\nNew tokens/s on the starter model, over HTTP, beside transformers' `generate` in\n"
-        "process on a fixed batch of the same size (`python -m benchmarks.engine`).\n\n" + rows(head, lines)
+        "\n## The engines\n\nNew tokens/s on the starter model, the embedded engine and SGLang over HTTP, both\n"
+        "without a GPU, beside transformers' `generate` in process on a fixed batch of the same size\n"
+        "(`python -m benchmarks.engine`).\n\n" + rows(head, lines)
     )
 
 

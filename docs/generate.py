@@ -53,7 +53,7 @@ def _kebab(name: str) -> str:
 def _type(annotation: object) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return " \\| ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if isinstance(annotation, types.UnionType):
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return _type(next(kind for kind in typing.get_args(annotation) if kind is not type(None)))
     if annotation is SecretStr:
         return "secret"

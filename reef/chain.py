@@ -2,7 +2,7 @@
 
     serve(release)      engines load it; where none does, it is quarantined and what was verified before serves on
     rollback, promote   a new link with an older release's weights, trainer state and queue
-    keep(release)       checkpoints and pruning
+    keep(release)       checkpoints and pruning; follow_save() completes what was begun
     revive()            fresh workers at the head
 
 Called by the dispatcher's loop only, between its steps.
@@ -10,10 +10,11 @@ Called by the dispatcher's loop only, between its steps.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from reef.config import Config
+from reef.delivery import Delivery
 from reef.engines.pool import Engines
 from reef.errors import (
     ConflictError,
@@ -49,6 +50,7 @@ class Chain:
         trainer: Trainer,
         storage: Storage,
         recovery: Recovery,
+        delivery: Delivery,
         gate: Gate,
         progress: Progress,
     ) -> None:
@@ -58,6 +60,7 @@ class Chain:
         self._trainer = trainer
         self._storage = storage
         self._recovery = recovery
+        self._delivery = delivery
         self._gate = gate
         self._progress = progress
         self._read = partial(progress.until_stored, ledger.read)
@@ -80,16 +83,30 @@ class Chain:
 
         Where a checkpoint on the way could not be used, a new one is written: deletions rely on those that are named.
         """
+        if not fresh:
+            await self.finish_save()
         head = await self.head()
-        if not await self._recovery.bring(head, fresh) and head.operation is not Operation.BASE:
+        self._delivery.forget()
+        if not await self._recovery.bring(head, fresh, is_head=True) and head.operation is not Operation.BASE:
             await self._recovery.save(head)
         self.astray = False
+
+    async def write(self) -> None:
+        """The head's files, for engines that cannot start without, and for the next start of the service."""
+        head = await self.head()
+        try:
+            if head.restorable:
+                self._engines.provide(self._storage.published(head))
+            else:
+                await self._delivery.write(head)
+        except LoadFailedError as error:
+            await self.quarantine(head, error.message)
 
     async def serve(self, release: Release) -> None:
         """Have the engines load the head; where none does, quarantine it and serve what was verified before."""
         self._progress.phase = "loading"
         try:
-            await self._engines.load(self._storage.published(release))
+            await self._delivery.load(release)
         except LoadFailedError as error:
             await self.quarantine(release, error.message)
             await self._go_back(release)
@@ -154,34 +171,76 @@ class Chain:
         return await self._jump(Operation.PROMOTE, target, head)
 
     async def keep(self, release: Release, seconds: float) -> None:
-        """After a step of so many seconds: a checkpoint every N releases or seconds, and no more than storage keeps."""
+        """After a step of so many seconds: a checkpoint every N releases or seconds, and no more than storage keeps.
+
+        It is written while training goes on; `follow_save` completes it.
+        """
         self._progress.phase = "storing"
         self._recovery.replay_s += seconds
-        if release.number % self._config.checkpoint_every == 0 or self._recovery.replay_s >= self._config.max_replay_s:
-            await self._save(release)
-        await self._progress.until_stored(self._storage.prune, release.scenario)
+        await self._mended(self._begin_save(release))
+        await self._prune(release.scenario)
+
+    async def _begin_save(self, release: Release) -> None:
+        every = release.number % self._config.checkpoint_every == 0
+        if every or self._recovery.replay_s >= self._config.max_replay_s:
+            await self._recovery.finish_save()  # which may be all that was wanted
+            if every or self._recovery.replay_s >= self._config.max_replay_s:
+                await self._recovery.begin_save(release)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._recovery.saving is not None
+
+    async def follow_save(self) -> None:
+        """Complete the checkpoint that is being written, once that takes no waiting."""
+        if self.saving:
+            await self._mended(self._follow_save())
+
+    async def _follow_save(self) -> None:
+        if await self._recovery.save_done():
+            await self.finish_save()
+
+    async def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if one is. Raises WorkersLostError."""
+        if self._recovery.saving is not None:
+            scenario = self._recovery.saving.release.scenario
+            await self._recovery.finish_save()
+            await self._prune(scenario)
 
     async def checkpoint(self) -> None:
         """A checkpoint of the head, where it has none. Raises WorkersLostError."""
         if self.scenario is None:
             return
+        await self._mended(self.finish_save())
         head = await self.head()
         if head.checkpoint is None and head.operation is not Operation.BASE:
             await self._save(head)
-            await self._progress.until_stored(self._storage.prune, head.scenario)
+            await self._prune(head.scenario)
+
+    async def _prune(self, scenario: str) -> None:
+        saving = self._recovery.saving
+        also = set() if saving is None else {saving.release.id}
+        await self._progress.until_stored(self._storage.prune, scenario, also)
 
     async def revive(self) -> None:
         """Fresh workers at the head; again, up to MAX_RESTARTS times, where they are lost on the way there.
+
+        Where they were lost over a checkpoint, the head gets one in its place.
 
         Raises:
             ReefError: they are lost each time; training cannot go on.
         """
         self._progress.phase = "recovering"
         self.astray = True  # also where coming home fails otherwise than by losing them once more
+        unsaved = False
         for restart in range(1, MAX_RESTARTS + 1):
             try:
+                unsaved |= await self._recovery.forget_save()
                 await asyncio.to_thread(self._trainer.restart)
                 await self.come_home(fresh=True)
+                if unsaved:
+                    await self._recovery.save(await self.head())
                 return
             except WorkersLostError as error:
                 self._progress.error = error.message
@@ -202,15 +261,15 @@ class Chain:
         """Serve what was verified last before `release`."""
         verified = await self._read(releases.verified_before, release)
         try:
-            await self._engines.load(self._storage.published(verified))
+            await self._delivery.load(verified)
         except LoadFailedError as error:
             log.error("nothing is served: %s", error.message)
 
     async def _load_again(self, head: Release) -> Release:
         self._progress.phase = "loading"
-        await self._write_anew(head)
         try:
-            await self._engines.load(self._storage.published(head))
+            await self._delivery.mend(head)
+            await self._delivery.load(head)
         except LoadFailedError as error:
             await self._go_back(head)
             raise ConflictError(f"{head.id} still does not load: {error.message}", code="load_failed") from error
@@ -218,19 +277,6 @@ class Chain:
         await self._write(releases.set_verified, head.id, time.time())
         self._progress.paused = self._progress.error = None
         return await self.head()
-
-    async def _write_anew(self, head: Release) -> None:
-        """Where the head's weights are not whole on disk: from the trainer, which is there. Raises ConflictError."""
-        try:
-            await asyncio.to_thread(self._storage.check_bytes, head)
-        except LoadFailedError as error:
-            log.warning("writing %s anew: %s", head.id, error.message)
-            made = await self._progress.until_stored(
-                asyncio.to_thread, self._trainer.publish, head.id, self._storage.releases_dir
-            )
-            if made.content_id != head.content_id:
-                reason = f"{head.id} cannot be written anew: the trainer holds {made.content_id}"
-                raise ConflictError(reason, code="load_failed") from error
 
     async def _jump(self, operation: Operation, target: Release, head: Release, reason: str | None = None) -> Release:
         """A new head with `target`'s weights, trainer state and queue.
@@ -240,15 +286,16 @@ class Chain:
         """
         self._progress.phase = "restoring"
         reach("rollback.before")
+        await self._mended(self.finish_save())
+        head = await self.head()
         if head.checkpoint is None and head.operation is not Operation.BASE:
             await self._save(head)  # should this fail, the trainer is back at once
         release_id = self._storage.release_id(head.number + 1)
         self.astray = True
         try:
+            self._delivery.forget()
             await self._recovery.bring(target)
-            published = await self._progress.until_stored(
-                asyncio.to_thread, self._trainer.publish, release_id, self._storage.releases_dir
-            )
+            published = await self._delivery.publish(release_id)
             if published.content_id != target.content_id:
                 raise ReefError(f"it came out as {published.content_id} instead of {target.content_id}")
         except (OwnershipLostError, UnavailableError):
@@ -283,17 +330,19 @@ class Chain:
         log.warning("%s to %s: %s follows %s", operation, target.id, release.id, head.id)
         await self.serve(release)
         await self._save(release)  # so that a crash need not go the whole way to the old release again
-        await self._progress.until_stored(self._storage.prune, release.scenario)
+        await self._prune(release.scenario)
         return await self.head()
 
-    async def _save(self, release: Release) -> None:
+    async def _save(self, head: Release) -> None:
+        await self._mended(self._recovery.save(head))
+
+    async def _mended(self, saving: Awaitable[None]) -> None:
+        """Some work on a checkpoint; where the workers are lost over it, fresh ones make one of the head."""
         try:
-            await self._recovery.save(release)
+            await saving
         except WorkersLostError as error:
-            log.warning("the checkpoint of %s is written again: %s", release.id, error.message)
-            await self._storage.discard(self._storage.checkpoint_path(release.id))  # what was half written
+            log.warning("a checkpoint is written again: %s", error.message)
             await self.revive()
-            await self._recovery.save(release)
 
 
 def check_rollback(target: Release, head: Release) -> None:

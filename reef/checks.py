@@ -2,23 +2,23 @@
 
 import argparse
 import difflib
-import importlib.metadata
-import os
-import platform
+import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
 from safetensors import SafetensorError, safe_open
 
-from reef.config import Config
-from reef.engines.host import flags
+from reef.cluster.address import check_cluster, find_cluster
+from reef.config import Config, without_password
+from reef.engines.launch import flags
 from reef.errors import ConfigError, LoadFailedError
+from reef.machine import LIBRARIES, check_disks, check_port, version
+from reef.memory.hardware import Hardware, size_text
 from reef.types import Operation
 
-# Arguments of the engine's server that Reef sets, and the setting that decides each.
+# Arguments of the embedded engine that Reef sets, and the setting that decides each.
 MANAGED = {
     "model-path": "inference.model-path",
     "host": "nothing: engines listen on loopback",
@@ -31,22 +31,61 @@ MANAGED = {
     "incremental-streaming-output": "nothing: Reef reads whole answers",
 }
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-LIBRARIES = ("torch", "transformers", "megatron-core", "ray", "fastapi", "sqlalchemy", "sglang", "wandb")
 
 
-def dry_run(config: Config) -> list[str]:
-    """Check a configuration as far as that goes without starting anything; what was found, a line each.
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was found, a line each, and what stands in the way."""
+
+    lines: list[str]
+    problems: list[str]
+
+
+def dry_run(config: Config, hardware: Hardware) -> Findings:
+    """Check a configuration as far as that goes without starting anything. Problems: what does not fit the hardware.
 
     Raises:
-        ConfigError: the model cannot be served or trained, or an engine option is not one.
+        ConfigError: the model cannot be served or trained, an engine option is not one, or there is no such cluster.
     """
-    inference, training = config.inference, config.training
-    path = inference.model_path
+    lines = [line for check in CHECKS for line in check(config, hardware)]
+    found = _fits(config, hardware)
+    return Findings([*lines, *found.lines], found.problems)
+
+
+def doctor(config: Config, hardware: Hardware) -> Findings:
+    """As `dry_run`, but nothing ends it: whatever is missing is one of the problems."""
+    lines: list[str] = []
+    problems: list[str] = []
+    for check in CHECKS:
+        if problems and check in (_training, _engine):  # they read the model, which is what is wrong
+            continue
+        try:
+            lines += check(config, hardware)
+        except ConfigError as error:
+            problems.append(error.message)
+    if not problems:
+        found = _fits(config, hardware)
+        lines, problems = [*lines, *found.lines], found.problems
+    return Findings(lines, problems)
+
+
+def port(config: Config, hardware: Hardware) -> None:
+    """Raises ConfigError where the service could not listen by now. Nobody asks the ports of a simulated machine."""
+    if not hardware.simulated:
+        check_port(config.reef.host, config.reef.port)
+
+
+def _model(config: Config, _hardware: Hardware) -> list[str]:
+    path = config.inference.model_path
     if not path.is_dir():
         raise ConfigError(f"inference.model-path: no directory {path}")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"inference.model-path: {path} holds no .safetensors file")
+    if not (path / "config.json").exists():
+        raise ConfigError(f"inference.model-path: {path} holds no config.json")
+    if missing := sorted(_named_by_index(path) - {file.name for file in files}):
+        raise ConfigError(f"inference.model-path: {path} lacks {', '.join(missing)}, which its index names")
     for file in files:
         try:
             with safe_open(file, framework="np"):
@@ -55,35 +94,107 @@ def dry_run(config: Config) -> list[str]:
             raise ConfigError(f"inference.model-path: {file} is not a whole safetensors file: {error}") from None
     if not any((path / name).exists() for name in TOKENIZERS):
         raise ConfigError(f"inference.model-path: no tokenizer in {path}: expected {' or '.join(TOKENIZERS)}")
-    size = sum(file.stat().st_size for file in files)
-    lines = [f"model     {path}: {len(files)} safetensors file(s), {size / 1e6:.1f} MB"]
+    lines = [f"model     {path}: {len(files)} safetensors file(s), {_model_bytes(path) / 1e6:.1f} MB"]
     if not _has_chat_template(path):
         lines.append("          it has no chat template: /v1/completions works, /v1/chat/completions cannot")
+    return lines
+
+
+def _engine(config: Config, _hardware: Hardware) -> list[str]:
+    inference = config.inference
     if inference.url is not None:
-        lines.append(f"engine    attached: {inference.url}")
-    else:
-        check_engine_options(inference.options)
-        lines.append(f"engine    {inference.backend}, options {inference.options or 'default'}")
+        return [f"engine    attached: {inference.url}"]
+    check_engine_options(config)
+    if inference.backend == "embedded":
+        from reef.engines.embedded.architecture import read_architecture
+        from reef.engines.embedded.errors import ModelError
+
+        try:
+            read_architecture(inference.model_path)
+        except ModelError as error:
+            raise ConfigError(str(error), param="inference.model-path") from None
+    options = f"options {inference.options or 'default'}"
+    return [f"engine    {inference.backend}, {options}, on loopback at a port that the kernel gives"]
+
+
+def _training(config: Config, _hardware: Hardware) -> list[str]:
+    training = config.training
+    if training.backend == "none":
+        return ["training  none: records only"]
+    from reef.training.architecture import check_layout, read_architecture
+    from reef.training.tensors import check_weights
+
+    architecture = read_architecture(config.inference.model_path)
+    check_layout(architecture, training.layout)
+    check_weights(config.inference.model_path, architecture)
+    return [
+        f"training  {config.recipe.implementation} on {training.layout.world_size} Megatron worker(s), "
+        f"{config.recipe.config.batch_size} samples a step, scenario {config.recipe.scenario or '(the first)'}"
+    ]
+
+
+def _cluster(config: Config, hardware: Hardware) -> list[str]:
+    address = (find_cluster if hardware.simulated else check_cluster)(config)
+    if address is not None:
+        asked = "; GPUs are simulated, so nobody asked it" if hardware.simulated else ", which answers"
+        return [f"cluster   Ray at {address} ({address.source}){asked}"]
+    return [] if config.training.backend == "none" else ["cluster   Ray, started here, on loopback"]
+
+
+def _evaluation(config: Config, _hardware: Hardware) -> list[str]:
+    return [_gate(config)] if config.evaluation.gate else []
+
+
+def _storage(config: Config, _hardware: Hardware) -> list[str]:
     from reef.ledger.ledger import check_url
 
-    if training.backend == "none":
-        lines.append("training  none: records only")
-    else:
-        from reef.training.architecture import check_layout, read_architecture
-        from reef.training.settings import check_options
-
-        check_layout(read_architecture(path), training.layout)
-        check_options(training.options)
-        lines.append(
-            f"training  {config.recipe.implementation} on {training.layout.world_size} Megatron worker(s), "
-            f"{config.recipe.config.batch_size} samples a step, scenario {config.recipe.scenario or '(the first)'}"
-        )
-    if config.evaluation.gate:
-        lines.append(_gate(config))
     check_url(config.ledger_url)
-    lines.append(f"storage   {config.ledger_url}, releases in {config.releases_dir}")
-    lines.append(f"service   http://{config.reef.host}:{config.reef.port}, run directory {config.reef.run_dir}")
-    return lines
+    if config.observability.wandb.enabled and version("wandb") is None:
+        raise ConfigError("observability.wandb.enabled: wandb is not installed: pip install 'reef[wandb]'")
+    return [f"storage   {without_password(config.ledger_url)}, releases in {config.releases_dir}"]
+
+
+def _service(config: Config, _hardware: Hardware) -> list[str]:
+    return [f"service   http://{config.reef.host}:{config.reef.port}, run directory {config.reef.run_dir}"]
+
+
+def _versions(_config: Config, _hardware: Hardware) -> list[str]:
+    return ["versions  " + ", ".join(f"{name} {version(name) or 'not installed'}" for name in LIBRARIES)]
+
+
+CHECKS: tuple[Callable[[Config, Hardware], list[str]], ...] = (
+    _model,
+    _training,
+    _engine,
+    _cluster,
+    _evaluation,
+    _storage,
+    _service,
+    _versions,
+)
+
+
+def _fits(config: Config, hardware: Hardware) -> Findings:
+    """Memory and disk: who takes how much of what, as far as the model's sizes are known."""
+    from reef.memory.fit import plan
+    from reef.memory.trainer import checkpoint_bytes
+    from reef.training.architecture import read_architecture
+
+    path = config.inference.model_path
+    try:
+        architecture = read_architecture(path)
+    except ConfigError as error:  # only served: SGLang knows more models than Reef trains
+        return Findings([f"memory    not known: {error.message}"], [])
+    found = plan(config, architecture, _dtype(path), hardware, find_cluster(config))
+    lines = [f"{'memory' if number == 0 else '':<10}{line}" for number, line in enumerate(found.lines)]
+    releases = (config.storage.keep + config.storage.keep_checkpoints + 1) * _model_bytes(path)
+    needs = {config.releases_dir: releases}
+    if config.training.backend != "none":
+        needs[config.checkpoints_dir] = (config.storage.keep_checkpoints + 1) * checkpoint_bytes(architecture, config)
+        wanted = " and ".join(f"{size_text(need)} in {directory}" for directory, need in needs.items())
+        lines.append(f"disk      {wanted}, once storage.keep and keep-checkpoints are reached")
+    missing = [] if hardware.simulated or config.training.backend == "none" else check_disks(needs)
+    return Findings(lines, [*found.problems, *missing])
 
 
 def ledger(config: Config, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
@@ -155,10 +266,16 @@ def _gate(config: Config) -> str:
     return f"gate      {', '.join(evaluation.gate)}; {how}"
 
 
-def check_engine_options(options: Mapping[str, Any]) -> None:
+def check_engine_options(config: Config) -> None:
     """Raises ConfigError for an option that the server does not have or refuses, or that Reef sets itself."""
+    if config.inference.backend == "sglang":
+        from reef.engines.sglang.options import check
+
+        check(config)
+        return
     from reef.engines.embedded.__main__ import arguments
 
+    options = config.inference.options
     parser = arguments()
     known = {option[2:] for action in parser._actions for option in action.option_strings if option[:2] == "--"}
     known -= {"help", *MANAGED}
@@ -177,27 +294,27 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"inference.options: {error}") from None
 
 
-def machine() -> list[str]:
-    """Versions, cores, memory and disk, a line each."""
-    memory = psutil.virtual_memory()
-    lines = [
-        f"python    {platform.python_version()} on {platform.platform()}",
-        f"machine   {os.cpu_count()} cores, {memory.total / 2**30:.1f} GiB memory "
-        f"({memory.available / 2**30:.1f} free), {shutil.disk_usage('.').free / 2**30:.1f} GiB of disk free here",
-    ]
-    for name in LIBRARIES:
-        try:
-            lines.append(f"{name:<14}{importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{name:<14}not installed")
-    import torch
-
-    lines.append(f"GPUs      {torch.cuda.device_count()}")
-    return lines
-
-
 def _has_chat_template(path: Path) -> bool:
     if (path / "chat_template.jinja").exists():
         return True
     config = path / "tokenizer_config.json"
     return config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")
+
+
+def _named_by_index(path: Path) -> set[str]:
+    """Files that the weights' index names; none where there is no index."""
+    index = path / "model.safetensors.index.json"
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.exists() else set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"inference.model-path: cannot read {index}: {error!r}") from None
+
+
+def _model_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _dtype(path: Path) -> str:
+    """What config.json says the weights are; transformers takes it for float32 where it says nothing."""
+    values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return str(values.get("dtype") or values.get("torch_dtype") or "float32")

@@ -19,13 +19,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import yaml
 
 from reef.config import Config, load, split_flags
 from reef.errors import ConfigError, NotFoundError, ReefError, UnavailableError
+
+if TYPE_CHECKING:
+    from reef.checks import Findings
+    from reef.memory.hardware import Hardware
 
 DEFAULT_FILE = Path("serve.yaml")
 TIMEOUT_S = 30
@@ -117,6 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--directory", type=Path, help="where to work; default: RUN-DIR-replay/RELEASE")
     doctor = command("doctor", _doctor, "Check this machine and the configuration, or the ledger.")
     doctor.add_argument("--ledger", action="store_true", help="check the whole ledger and what it names on disk")
+    for asked in (serve, doctor):
+        also = "" if asked is doctor else "with --dry-run: "
+        asked.add_argument("--gpus", type=int, help=also + "check for a machine with so many GPUs, instead of this one")
+        asked.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of each of them (default: 80)")
+        asked.add_argument("--nodes", type=int, default=1, help="so many such machines in a Ray cluster (default: 1)")
     return parser
 
 
@@ -126,10 +135,14 @@ def _serve(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.print_config:
         print(yaml.safe_dump(config.dump(), sort_keys=False), end="")
         return 0
-    lines = checks.dry_run(config)
+    hardware = _hardware(arguments)
     if arguments.dry_run:
-        print("\n".join(lines))
-        return 0
+        checks.port(config, hardware)
+        return _report(checks.dry_run(config, hardware))
+    if hardware.simulated:
+        raise ConfigError("--gpus is a question about another machine: it goes with --dry-run")
+    for problem in checks.dry_run(config, hardware).problems:  # an estimate ends no start
+        print(f"reef: warning: {problem}", file=sys.stderr, flush=True)
     import uvloop
 
     from reef.service.run import serve
@@ -138,13 +151,30 @@ def _serve(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def _doctor(arguments: argparse.Namespace, config: Config) -> int:
-    from reef import checks
+    from reef import checks, machine
 
     if arguments.ledger:
         return 1 if checks.ledger(config, _say, _progress) else 0
-    print("\n".join(checks.machine()))
-    print("\n".join(checks.dry_run(config)))
-    return 0
+    hardware = _hardware(arguments)
+    print("\n".join([*machine.describe(), machine.describe_gpus(hardware)]))
+    return _report(checks.doctor(config, hardware))
+
+
+def _report(found: "Findings") -> int:
+    """Print what was found; the exit status is that of a wrong configuration where something stands in the way."""
+    print("\n".join(found.lines))
+    for problem in found.problems:
+        print(f"reef: {problem}", file=sys.stderr)
+    return 2 if found.problems else 0
+
+
+def _hardware(arguments: argparse.Namespace) -> "Hardware":
+    """The devices that the configuration is for: of this machine, or as the flags describe another one."""
+    from reef import machine
+
+    if arguments.gpus is None:
+        return machine.hardware()
+    return machine.simulated(arguments.gpus, arguments.gpu_memory_gib, arguments.nodes)
 
 
 def _say(text: str) -> None:

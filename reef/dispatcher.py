@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 from reef.chain import Chain, check_rollback
 from reef.config import Config
+from reef.delivery import Delivery
 from reef.engines.pool import Engines
 from reef.errors import (
     BusyError,
@@ -50,6 +51,7 @@ MAX_COMMANDS = 16  # rollbacks, promotions and checkpoints that wait for their t
 MAX_LOST = 5  # times that workers are lost outside a step, with no release in between, before training ends
 MAX_WAIT_S = 600  # for one of them
 RETRY_S = 5  # after which to ask again
+SAVE_LOOK_S = 0.05  # between looks at a checkpoint that is being written while there is nothing else to do
 SHARED_LOOK_S = 1.0  # between looks at a queue that other services fill too
 
 
@@ -85,8 +87,13 @@ class Dispatcher:
         self._until_stored = self.progress.until_stored
         recovery = Recovery(ledger, trainer, storage, self._settings, self._until_stored)
         self.gate = Gate(config, ledger, engines, storage, self._until_stored)
-        self.chain = Chain(config, ledger, engines, trainer, storage, recovery, self.gate, self.progress)
+        self._delivery = Delivery(config, ledger, engines, trainer, storage, self._until_stored)
+        self.chain = Chain(
+            config, ledger, engines, trainer, storage, recovery, self._delivery, self.gate, self.progress
+        )
+        self._engines = engines
         self._wake = asyncio.Event()
+        engines.need_files = self._wake.set
         self._update_asked = False
         self._commands: list[_Command] = []
         self._num_lost = 0  # times that workers were lost outside a step since the last release
@@ -180,8 +187,11 @@ class Dispatcher:
 
     async def _turn(self) -> None:
         """One thing, the most urgent one first."""
+        await self.chain.follow_save()
         if self.chain.astray:  # nothing may be done to a trainer that is not at the head
             await self.chain.come_home()
+        elif self._engines.lack_files:
+            await self.chain.write()
         elif self._commands:
             await self._obey(self._commands.pop(0))
         elif self.progress.paused:
@@ -205,6 +215,9 @@ class Dispatcher:
         try:
             if self._at_head:
                 await self.chain.checkpoint()
+                await self.chain.write()
+            else:
+                await self.chain.finish_save()
         except ReefError as error:
             log.warning("no checkpoint at the end, the next start replays: %s", error.message)
         finally:
@@ -229,6 +242,9 @@ class Dispatcher:
             await self.chain.hold(head, self.notify)
         elif head.state is ReleaseState.QUARANTINED:
             self.progress.pause(f"release {head.id} is quarantined: {head.reason}")
+        elif not head.restorable:  # the engines started with what is on disk
+            await self.chain.write()
+            await self.chain.serve(await self.chain.head())
         killed_in = await self._until_stored(self._ledger.read, batches.killed_in, self.chain.scenario)
         if killed_in is not None:
             batch_id, attempt = killed_in
@@ -334,9 +350,7 @@ class Dispatcher:
                 return None
             head = await self.chain.head()  # after the step: an owner no more publishes nothing
             release_id = self._storage.release_id(head.number + 1)
-            published = await self._until_stored(
-                asyncio.to_thread, self._trainer.publish, release_id, self._storage.releases_dir
-            )
+            published = await self._delivery.publish(release_id, self._delivery.writes(head.number + 1))
         except StepFailedError as error:
             await self._again(batch.id, batch.attempt, error.message)
             return None
@@ -359,7 +373,7 @@ class Dispatcher:
             batch_id=batch.id,
             path=published.path,
             checkpoint=None,
-            restorable=True,
+            restorable=published.on_disk,
             created_at=time.time(),
             metrics={
                 **result.metrics,
@@ -451,9 +465,11 @@ class Dispatcher:
                 command.done.set_result(result)
 
     async def _wait(self) -> None:
-        self.progress.phase = "waiting" if self.gate.held is None else "holding"
+        saving = self.chain.saving
+        self.progress.phase = "holding" if self.gate.held is not None else "storing" if saving else "waiting"
+        limit_s = SAVE_LOOK_S if saving else SHARED_LOOK_S if self._ledger.shared else None
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SHARED_LOOK_S if self._ledger.shared else None):
+            async with asyncio.timeout(limit_s):
                 await self._wake.wait()
         await asyncio.sleep(SETTLE_S)
         self._wake.clear()

@@ -61,6 +61,14 @@ class Metrics:
             "reef_step_seconds", "Time of a step by phase", ["phase"], buckets=_SECONDS, registry=registry
         )
         self.load_seconds = Histogram("reef_load_seconds", "Time of a weight load", buckets=_SECONDS, registry=registry)
+        self.load_phases = Histogram(
+            "reef_load_phase_seconds",
+            "Time of a weight load by phase: pause (in which transfer lies), transfer, verify",
+            ["phase"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.load_bytes = Counter("reef_load_bytes", "Bytes of weights loaded", registry=registry)
         self.load_failures = Counter("reef_load_failures", "Loads that failed at first", registry=registry)
         self.engine_restarts = Counter("reef_engine_restarts", "Engines restarted after they ended", registry=registry)
         self.step_metrics = Gauge("reef_step", "Metrics of the newest step", ["name"], registry=registry)

@@ -6,7 +6,9 @@ After a crash, at a rollback and in `reef replay` it is this code that makes a r
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +19,77 @@ from reef.ledger.ledger import Ledger
 from reef.observe import log
 from reef.storage import Storage
 from reef.training.cluster import Trainer
+from reef.training.durable import partial
+from reef.training.settings import built_with
 from reef.types import Batch, Published, Release
 
+MUST_AGREE = frozenset(("training.dtype", "training.seed"))  # what a replay needs as it was
 Store = Callable[..., Awaitable[Any]]  # calls its first argument with the rest, until disk and database let it
-WORKERS_OWN = ("layout", "dtype", "seed")  # settings that workers are built with, and no batch can change
 
 
 async def replay(
     read: Store, trainer: Trainer, settings: Mapping[str, Any], steps: Sequence[Release], directory: Path, store: Store
-) -> AsyncIterator[tuple[Release, Published, float]]:
+) -> AsyncIterator["Replayed"]:
     """Train releases again, oldest first, from the state before the first; what each came out as, in `directory`.
 
     Args:
         read: calls a ledger query, as `Ledger.read` does.
         settings: those of the workers, see `reef.training.settings`.
         steps: releases made by training.
-    Yields:
-        the release, what was made of its batch now, and the seconds that the step took.
 
     Raises:
-        ConfigError: the workers are set up otherwise than those that trained a release.
+        ConfigError: the workers have another dtype or seed than those that trained a release.
         GoneError: receipts that a release was trained on were deleted.
         LedgerError: they are damaged.
     """
     for release in steps:
         assert release.batch_id is not None
         batch: Batch = await store(read, batches.load, release.batch_id)
-        check_settings(release, batch, settings)
+        differs = check_settings(release, batch, settings)
         result = await asyncio.to_thread(trainer.step, batch)
         published: Published = await store(asyncio.to_thread, trainer.publish, release.id, directory)
         reach("recovery.replayed")
-        yield release, published, result.seconds.get("total", 0.0)
+        yield Replayed(release, published, result.seconds.get("total", 0.0), differs)
 
 
-def check_settings(release: Release, batch: Batch, settings: Mapping[str, Any]) -> None:
-    """A step takes method and optimizer from its batch; what the workers are built with must be as it was.
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A release made again."""
+
+    release: Release
+    made: Published
+    step_s: float
+    changed: str  # what the workers were built with otherwise then, in words; empty: nothing, so bits should agree
+
+
+def check_settings(release: Release, batch: Batch, settings: Mapping[str, Any]) -> str:
+    """A step takes method and optimizer from its batch; dtype and seed of the workers must be as they were.
+
+    The layout need not: the step then sums in another order, and what it makes may differ in its last bits.
+
+    Returns:
+        what was otherwise then, in words.
 
     Raises:
         ConfigError: names the setting that was changed.
     """
-    for key in WORKERS_OWN:
-        if batch.settings[key] != settings[key]:
-            raise ConfigError(
-                f"training.{key} is {settings[key]}, but {release.id} was trained with {batch.settings[key]} and must "
-                f"be trained again: set it back, or begin another run directory from {release.path}",
-                param=f"training.{key}",
-            )
+    then = built_with(batch.settings)
+    changed = {name: value for name, value in built_with(settings).items() if then[name] != value}
+    for name in changed.keys() & MUST_AGREE:
+        raise ConfigError(
+            f"{name} is {changed[name]}, but {release.id} was trained with {then[name]} and must be trained again: "
+            f"set it back, or begin another run directory from {release.path}",
+            param=name,
+        )
+    return ", ".join(f"{name} was {then[name]} and is {value}" for name, value in changed.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint being written."""
+
+    release: Release
+    replay_s: float  # of the seconds that a crash would have to make again: those before the release
 
 
 class Recovery:
@@ -77,15 +104,17 @@ class Recovery:
         self._settings = settings
         self._store = store
         self.replay_s = 0.0  # seconds of steps that a crash now would have to make again
+        self.saving: Save | None = None
 
-    async def bring(self, target: Release, fresh: bool = False) -> bool:
+    async def bring(self, target: Release, fresh: bool = False, is_head: bool = False) -> bool:
         """Bring the trainer to `target`'s state: weights, moments, schedule, random numbers.
 
         `fresh`: its workers have just started, so it is at the base. Returns whether every checkpoint that was tried
         could be used.
 
-        Where a release made again differs from the one that is there (not on a CPU), its published weights are taken,
-        the moments kept, and the release is marked `replay_diverged`.
+        Where a release made again differs from the one that is there (another layout, or not on a CPU), its published
+        weights are taken, the moments kept, and the release is marked `replay_diverged`. A head that was never written
+        to disk (`training.sync.disk-every`) has no others: then it is what was made now.
 
         Raises:
             ReefError: it cannot be made again, with the reason; the trainer is at some other release then.
@@ -97,29 +126,69 @@ class Recovery:
         steps = await self._store(self._ledger.read, releases.steps_to, target, start)
         aside = self._storage.replays_dir
         differs: str | None = None
-        async for release, made, seconds in replay(
-            self._ledger.read, self._trainer, self._settings, steps, aside, self._store
-        ):
+        async for again in replay(self._ledger.read, self._trainer, self._settings, steps, aside, self._store):
+            release, made = again.release, again.made
             log.info("replayed %s", release.id)
-            self.replay_s += seconds
+            self.replay_s += again.step_s
             await self._storage.discard(aside)
             differs = None
             if made.content_id != release.content_id:
                 differs = f"replay of {release.id} gave {made.content_id}, the release is {release.content_id}"
-                log.error("%s", differs)
+                if again.changed:  # to be expected
+                    differs = f"{differs}; {again.changed}"
+                log.log(logging.WARNING if again.changed else logging.ERROR, "%s", differs)
                 await self._store(self._ledger.write_owned, releases.set_diverged, release.id)
                 if await self._take_published(release) is None:
                     differs = None
         if differs is not None and (gone := await self._take_published(target)) is not None:
-            raise ReefError(f"{differs}, and its weights are gone: {gone}", code="replay_diverged")
+            if target.restorable or not is_head:
+                raise ReefError(f"{differs}, and its weights are gone: {gone}", code="replay_diverged")
+            reason = f"made again after its trainer was lost; it was {target.content_id}, and on no disk"
+            await self._store(self._ledger.write_owned, releases.adopt, target.id, made.content_id, reason)
         return all_whole
 
     async def save(self, release: Release) -> None:
-        """A checkpoint of `release`, which the trainer is at. Raises WorkersLostError."""
-        path = self._storage.checkpoint_path(release.id)
-        await self._store(asyncio.to_thread, self._trainer.save, path)
-        await self._store(self._ledger.write_owned, releases.set_checkpoint, release.id, str(path))
-        self.replay_s = 0.0
+        """A checkpoint of `release`, which the trainer is at, named once this returns. Raises WorkersLostError."""
+        await self.begin_save(release)
+        await self.finish_save()
+
+    async def begin_save(self, release: Release) -> None:
+        """Copy the state of `release`, which the trainer is at; it is written while training goes on.
+
+        One at a time: waits for the one before. Raises WorkersLostError; until `forget_save`, `saving` tells of it.
+        """
+        await self.finish_save()
+        self.saving = Save(release, self.replay_s)
+        await asyncio.to_thread(self._trainer.save_begin, self._storage.checkpoint_path(release.id))
+
+    async def save_done(self) -> bool:
+        """Whether there is a checkpoint for `finish_save` to complete without waiting. Raises WorkersLostError."""
+        return self.saving is not None and await asyncio.to_thread(self._trainer.save_done)
+
+    async def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if one is, and name it in the ledger once it is complete.
+
+        Raises:
+            WorkersLostError: the workers ended over it.
+            UnavailableError: the disk refuses it, and the service stops.
+        """
+        if (saving := self.saving) is None:
+            return
+        await self._store(asyncio.to_thread, self._trainer.save_finish)
+        self.saving = None
+        path = str(self._storage.checkpoint_path(saving.release.id))
+        await self._store(self._ledger.write_owned, releases.set_checkpoint, saving.release.id, path)
+        self.replay_s -= saving.replay_s
+
+    async def forget_save(self) -> bool:
+        """The workers have ended: what they were writing is a left-over. Returns whether there was such a thing."""
+        if self.saving is None:
+            return False
+        path = self._storage.checkpoint_path(self.saving.release.id)
+        self.saving = None
+        for left in (path, partial(path)):
+            await self._storage.discard(left)
+        return True
 
     async def _restore(self, target: Release, fresh: bool) -> tuple[int, bool]:
         """From the newest checkpoint on the way to `target` that is whole, else the base.

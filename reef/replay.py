@@ -68,10 +68,15 @@ async def _run(config: Config, scenario: str | None, to: str | None, directory: 
     own = config.model_copy(update={"reef": config.reef.model_copy(update={"run_dir": directory})})
     trainer = Trainer(own, config.inference.model_path)
     different = 0
+    changed = ""
     before: Path | None = None
     try:
         await asyncio.to_thread(trainer.start)
-        async for release, made, _ in replay(read, trainer, settings(config), steps, directory, once):
+        async for again in replay(read, trainer, settings(config), steps, directory, once):
+            release, made = again.release, again.made
+            if again.changed != changed:
+                changed = again.changed
+                say(f"from here on {changed}: bits may differ" if changed else "from here on set up as it was")
             same = made.content_id == release.content_id
             different += not same
             say(f"{release.id}  {made.content_id}  {'equal' if same else f'DIFFERENT: it was {release.content_id}'}")

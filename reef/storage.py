@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from reef.config import Config
@@ -86,10 +86,11 @@ class Storage:
         if release.operation is not Operation.BASE:
             verify(weights_of(self.releases_dir, release))
 
-    async def prune(self, scenario: str) -> None:
+    async def prune(self, scenario: str, also: Collection[str] = ()) -> None:
         """Remove what is beyond `storage.keep` and `storage.keep-checkpoints`.
 
-        The head, what is served and the base always stay, and of checkpoints those on the way to the head go last.
+        The head, what is served, the base and `also` (releases by id) always stay, and of checkpoints those on the way
+        to the head go last.
         """
         head = await self._ledger.read(releases.head, scenario)
         if head is None:
@@ -105,7 +106,7 @@ class Storage:
             if release.id not in kept:
                 await self._ledger.write_owned(releases.set_checkpoint, release.id, None)
                 await self._discard_own(self.checkpoint_of(release))
-        kept |= {head.id, fallback.id}
+        kept |= {head.id, fallback.id, *also}
         on_disk = await self._ledger.read(releases.restorable, scenario)
         old = [
             release
@@ -165,6 +166,11 @@ class Storage:
 def release_id(ledger: Ledger, number: int) -> str:
     """The name of link `number` in a run directory's chain, e.g. `3f2a-000012`."""
     return f"{ledger.run_id}-{number:06d}"
+
+
+def is_release(ledger: Ledger, name: str) -> bool:
+    """Whether this is the name of a release of this run directory, by its looks."""
+    return name.startswith(f"{ledger.run_id}-")
 
 
 def weights_of(releases_dir: Path, release: Release) -> Path:

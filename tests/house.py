@@ -68,12 +68,16 @@ class FakeTrainer:
         self.state: list[int] = []
         self.running = False
         self.num_steps = 0
+        self.saving: tuple[Path, list[int]] | None = None  # where, and what was copied
+        self.looks = 0
+        self.looks_a_save_takes = 1  # `save_done` says no so often
 
     def start(self) -> None:
         self.running = True
 
     def restart(self) -> None:
         self.state = []
+        self.saving = None
         self.faults.point("restart")
         self.running = True
 
@@ -100,9 +104,12 @@ class FakeTrainer:
         self.faults.point("stepped")
         return StepResult(len(self.state), {"num_samples": float(len(batch.samples))}, {})
 
-    def publish(self, release_id: str, directory: Path) -> Published:
+    def publish(self, release_id: str, directory: Path, on_disk: bool = True) -> Published:
         self.faults.point("publish")
         path = directory / release_id
+        if not on_disk:
+            self.faults.point("published")
+            return Published(release_id, str(path), f"sha256:{self.state}", 0, self.probe(), on_disk=False)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         (path / "state").write_text(json.dumps(self.state))
@@ -112,11 +119,25 @@ class FakeTrainer:
         self.faults.point("published")
         return published
 
-    def save(self, directory: Path) -> None:
+    def save_begin(self, directory: Path) -> None:
+        assert self.saving is None
+        self.faults.point("copy")
+        self.saving = (directory, list(self.state))
+        self.looks = 0
+
+    def save_done(self) -> bool:
+        self.faults.point("save_done")
+        self.looks += 1
+        return self.looks > self.looks_a_save_takes
+
+    def save_finish(self) -> None:
+        assert self.saving is not None
+        directory, state = self.saving
         self.faults.point("save")
         directory.mkdir(exist_ok=True)
-        (directory / "state").write_text(json.dumps(self.state))
+        (directory / "state").write_text(json.dumps(state))
         (directory / "COMPLETE").touch()
+        self.saving = None
         self.faults.point("saved")
 
     def restore(self, directory: Path) -> int:
@@ -135,16 +156,23 @@ class FakeEngines:
         self.served: str | None = None
         self.candidate: str | None = None
         self.loads: list[str] = []
+        self.lack_files = False
+        self.need_files: Callable[[], None] = lambda: None
 
-    async def load(self, published: Published) -> None:
+    async def load(self, published: Published, transfer: Any = None) -> None:
+        assert published.on_disk or transfer is not None
         self.loads.append(published.release_id)
-        self.faults.point("load")
+        self.faults.point("load" if transfer is None else "transfer")
         self.served = published.release_id
         self.faults.point("loaded")
 
     async def start_candidate(self, published: Published, share: float) -> None:
         self.faults.point("start_candidate")
         self.candidate, self.share = published.release_id, share
+
+    def provide(self, published: Published) -> None:
+        assert published.on_disk
+        self.lack_files = False
 
     def end_trial(self) -> None:
         self.candidate = None

@@ -96,7 +96,10 @@ def test_flags_take_numbers_booleans_null_and_mappings() -> None:
         ("--reef.run-dirs", "unknown key reef.run-dirs; did you mean reef.run-dir?"),
         ("--recipe.config.groupsize", "unknown key recipe.config.groupsize; did you mean recipe.config.group-size?"),
         ("--trainig.seed", "unknown key trainig; did you mean training?"),
-        ("--training.layout.zzz", "unknown key training.layout.zzz; known: data, pipeline, tensor"),
+        (
+            "--training.layout.zzz",
+            "unknown key training.layout.zzz; known: context, data, expert, pipeline, sequence-parallel, tensor",
+        ),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(flag: str, hint: str) -> None:

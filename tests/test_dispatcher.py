@@ -29,7 +29,7 @@ from tests.house import SCENARIO, Crash, House
 
 CRASHES = (
     "reserve", "step", "stepped", "publish", "published", "commit", "committed", "load", "loaded", "set_verified",
-    "save", "saved", "set_checkpoint", "forget_weights",
+    "copy", "save_done", "save", "saved", "set_checkpoint", "forget_weights",
 )  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import json
+import re
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from reef import checks, cli
 from reef.config import load
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
+from reef.machine import check_disks
 from reef.training.manifest import content_id
 from reef.types import Operation, Release
 
@@ -172,3 +175,41 @@ def test_a_terminal_is_told_how_far_it_is(run: Run, doctor: Any, monkeypatch: py
     status, lines, errors = doctor()
     assert (status, len(lines)) == (0, 1)
     assert errors == "\r\033[Kreceipt 500\r\033[K"
+
+
+def test_the_doctor_goes_on_after_what_is_missing_and_names_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = tmp_path / "no model"
+    words = ["--inference.model-path", str(nowhere), "--training.ray-address", "127.0.0.1:1", "--storage.url", "x"]
+    status = cli.main(["doctor", "--reef.run-dir", str(tmp_path), *words])
+    output, errors = capsys.readouterr()
+    assert status == 2
+    assert [line.split(":")[1].split(" is ")[0].strip() for line in errors.splitlines()] == [
+        "inference.model-path",
+        "training.ray-address",
+        "storage.url",
+    ]
+    assert "service   http://127.0.0.1:8080" in output
+    assert "GPU       none" in output
+
+
+def test_the_doctor_answers_for_a_machine_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--gpus", "8", "--gpu-memory-gib", "40"]
+    assert cli.main(["doctor", "--reef.run-dir", str(tmp_path), *machine]) == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    assert "GPU       0-7 with 40.0 GiB (simulated)" in output
+    assert re.search(r"GPU 0: trainer rank 0 2\.\d GiB of 40\.0 GiB, 37\.\d GiB left", output)
+
+
+def test_disks_count_what_is_there_already_and_add_up_what_shares_one(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    there, more = tmp_path / "there", tmp_path / "not" / "yet"
+    there.mkdir()
+    with (there / "file").open("wb") as file:
+        file.truncate(2 * free)  # a hole: it counts with its length, and takes no room
+    assert check_disks({there: 2 * free, more: 0}) == []
+    assert check_disks({there: 2 * free + free // 3, more: free // 3}) == []
+    (problem,) = check_disks({there: 3 * free, more: free})
+    assert problem.startswith(f"the disk of {there} and {more} has ")

@@ -30,7 +30,7 @@ from tests.house import SCENARIO, Crash, House
 
 KILLS = (
     "reserve", "step", "stepped", "publish", "published", "commit", "committed", "load", "loaded", "set_verified",
-    "save", "saved", "set_checkpoint", "restore", "reset", "jump", "forget_weights",
+    "copy", "save_done", "save", "saved", "set_checkpoint", "restore", "reset", "jump", "forget_weights",
 )  # fmt: skip
 FAULTS = (
     ("commit", UnavailableError("disk full")),
@@ -38,6 +38,8 @@ FAULTS = (
     ("save", UnavailableError("disk full")),
     ("step", WorkersLostError("a worker died")),
     ("step", StepFailedError("nan")),
+    ("copy", WorkersLostError("a worker died")),
+    ("save_done", WorkersLostError("a worker died")),
     ("save", WorkersLostError("a worker died")),
 )
 

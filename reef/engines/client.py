@@ -1,7 +1,11 @@
 """The one client of engines: SGLang's native HTTP API, token ids in, token ids and log-probabilities out.
 
     generate / stream    POST /generate
+    abort                POST /abort_request, for a whole answer that nobody waits for any more
     pause, resume, load  POST /pause_generation, /continue_generation, /update_weights_from_disk
+    join_group, leave_group, begin_update, receive, end_update
+                         POST /init_weights_update_group, /destroy_weights_update_group, /begin_weight_update,
+                         /update_weights_from_distributed, /end_weight_update
     score                POST /generate with no new tokens: log-probabilities of given ids
 
 What an engine answers is checked here before it can become a record: as many log-probabilities as ids, spans without
@@ -11,7 +15,7 @@ gaps, a finish reason, a whole that begins with what was streamed. Anything else
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -20,11 +24,13 @@ import orjson
 from aiohttp.http_exceptions import HttpProcessingError
 
 from reef.errors import BadRequestError, EngineError
-from reef.types import FinishReason, Floats, Generation, Ids, Request, Sampling, Span
+from reef.types import Bucket, FinishReason, Floats, Generation, Ids, Request, Sampling, Span
 
 MAX_ERROR_CHARS = 500  # of an engine's error body that is passed on
 MAX_EVENT_BYTES = 64 * 2**20  # one event of a stream: all tokens of a choice so far
 CONTROL_TIMEOUT_S = 30  # for a pause (the step in work ends first) and for what only reads state
+ABORT_TIMEOUT_S = 5
+FAR_APART = 4096  # tokens between the events of a stream that is only wanted whole; each repeats what came before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,59 +41,119 @@ class Chunk:
     ids: Sequence[int]
     logprobs: Sequence[float]
     top_logprobs: Sequence[tuple[tuple[float, int], ...]]
-    spans: tuple[Span, ...]  # of all tokens of the choice so far
+    spans: tuple[Span, ...]  # of the choice so far, as far as it is certain; of all tokens on its last chunk
+    reproducible: bool  # as in Generation
     generation: Generation | None
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a stream has brought of one choice."""
+
+    ids: list[int] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Pauses:
+    """How many have begun."""
+
+    all: int = 0
+    in_place: int = 0
 
 
 class EngineClient:
     """Speaks to one engine server. Make and use it inside a running event loop; close it there too."""
 
-    def __init__(self, url: str, request_timeout_s: float) -> None:
+    def __init__(self, url: str, request_timeout_s: float, key: str | None = None) -> None:
+        """`key` goes with every request, as its bearer token."""
         self.url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=10)
         # No limit here: how many requests are in work is bounded by reef.max-in-flight.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            headers={"authorization": f"Bearer {key}"} if key is not None else None,
+        )
+        self.group: str | None = None  # that the engine joined last, and has not left
+        self._pauses = _Pauses()
+        self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Close the connections; every call that begins afterwards fails."""
+        if self._aborts:
+            await asyncio.wait(self._aborts)
         await self._session.close()
 
     async def generate(self, request: Request) -> tuple[Generation, ...]:
-        """All n choices of a request, once they are complete.
+        """All n choices of a request, once they are complete; cancelling it aborts them on the engine.
 
         Raises:
             BadRequestError: the engine refused the request (too long, an unsupported sampling field).
             EngineError: it failed, or its answer cannot be a record.
         """
-        answer = await self._post("/generate", _payload(request, stream=False))
-        answers = answer if isinstance(answer, list) else [answer]
-        if len(answers) != request.n:
-            raise EngineError(f"the engine answered {len(answers)} choices, {request.n} were asked for")
+        if request.n > 1:  # SGLang gives choices ids of its own: only the end of a stream aborts all of them
+            ends = [chunk async for chunk in self._chunks(request, FAR_APART) if chunk.generation is not None]
+            ends.sort(key=lambda chunk: chunk.choice)
+            return tuple(chunk.generation for chunk in ends if chunk.generation is not None)
+        before = self._pauses
+        try:
+            answer = await self._post("/generate", _payload(request, stream=False))
+        except (asyncio.CancelledError, EngineError):
+            self._abort(request.id)  # of itself SGLang notices after 4 s that nobody waits
+            raise
         with _expected_shape():
-            return tuple(_generation(item) for item in answers)
+            return (_generation(answer, self._reproducible(answer, before), before == self._pauses),)
 
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk]:
-        """Chunks of all choices as they come; closing the iterator early aborts the request on the engine."""
-        sent: list[list[int]] = [[] for _ in range(request.n)]
-        ended = [False] * request.n
+    def stream(self, request: Request) -> AsyncGenerator[Chunk]:
+        """Chunks of all choices as they come; closing the iterator early aborts the request on the engine.
+
+        Raises what `generate` raises.
+        """
+        return self._chunks(request, None)
+
+    async def _chunks(self, request: Request, interval: int | None) -> AsyncGenerator[Chunk]:
+        """`interval`: tokens between two chunks of a choice; None: as the engine likes."""
+        choices = [_Progress() for _ in range(request.n)]
+        before = self._pauses
+        payload = _payload(request, stream=True)
+        if interval is not None:
+            payload["sampling_params"]["stream_interval"] = interval
         with self._failures("/generate"):
             async with self._session.post(
-                f"{self.url}/generate",
-                data=orjson.dumps(_payload(request, stream=True)),
-                headers=_JSON,
-                timeout=self._timeout,
+                f"{self.url}/generate", data=orjson.dumps(payload), headers=_JSON, timeout=self._timeout
             ) as response:
                 await _raise_for_status(response)
                 while line := await response.content.readline(max_line_length=MAX_EVENT_BYTES):
                     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                         continue
                     with _expected_shape():
-                        chunk = _chunk(orjson.loads(line[6:]), sent, ended)
-                    sent[chunk.choice] += chunk.ids
-                    ended[chunk.choice] = chunk.generation is not None
+                        answer = orjson.loads(line[6:])
+                        _raise_for_event(answer)
+                        chunk = _chunk(answer, choices, self._reproducible(answer, before), before == self._pauses)
                     yield chunk
-        if not all(ended):
+        if not all(choice.ended for choice in choices):
             raise EngineError("the engine's stream ended before its last token", code="engine_stream_cut")
+
+    def _reproducible(self, answer: Mapping[str, Any], before: _Pauses) -> bool:
+        """Whether the weights of its spans alone explain an answer that was asked for after so many pauses.
+
+        After one in place an engine goes on with the keys and values of older weights: in the requests that it
+        interrupted, and in those whose prompts begin with what is in the prefix cache.
+        """
+        cached = answer["meta_info"].get("cached_tokens")
+        return before.in_place == self._pauses.in_place and not (before.in_place and cached)
+
+    def _abort(self, rid: str) -> None:
+        """Tell the engine, in the background. Where it cannot be told, it has ended, or notices by itself later."""
+
+        async def tell() -> None:
+            with contextlib.suppress(EngineError, BadRequestError):
+                await self._post("/abort_request", {"rid": rid}, ABORT_TIMEOUT_S)
+
+        task = asyncio.create_task(tell(), name=f"abort-{rid}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def score(self, ids: Sequence[int]) -> Floats:
         """Log-probabilities [T-1] of ids[1:] at temperature 1, from the weights that are loaded now."""
@@ -114,6 +180,7 @@ class EngineClient:
             BadRequestError: the engine refused the mode.
             EngineError: it failed, or did not answer within CONTROL_TIMEOUT_S.
         """
+        self._pauses = _Pauses(self._pauses.all + 1, self._pauses.in_place + (mode == "in_place"))
         await self._post("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
@@ -127,6 +194,58 @@ class EngineClient:
         if not isinstance(answer, dict) or not answer.get("success"):
             raise EngineError(f"the engine did not load {path}: {_message_of(answer)}")
 
+    async def join_group(
+        self, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float
+    ) -> None:
+        """Have the engine's ranks join a group as its ranks 1, 2, ...; returns once they have.
+
+        Raises:
+            EngineError: they could not, or did not in time.
+        """
+        payload = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._do("/init_weights_update_group", payload, timeout_s)
+        self.group = name
+
+    async def leave_group(self, timeout_s: float) -> None:
+        """Have the engine leave the group that it joined last. Raises EngineError where it fails."""
+        name, self.group = self.group, None
+        if name is not None:
+            await self._do("/destroy_weights_update_group", {"group_name": name}, timeout_s)
+
+    async def begin_update(self, timeout_s: float) -> None:
+        """Make the engine ready to receive weights; until `end_update`. Raises EngineError where it fails."""
+        await self._do("/begin_weight_update", {}, timeout_s)
+
+    async def receive(self, bucket: Bucket, version: str | None, flush_cache: bool, timeout_s: float) -> None:
+        """Have the engine receive and load tensors that rank 0 of its group sends at the same time.
+
+        Args:
+            version: what the weights are called from now on; None: as before.
+
+        Raises:
+            EngineError: it could not; its weights may be of no use.
+        """
+        payload = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": self.group,
+            "flush_cache": flush_cache,
+            "weight_version": version,
+        }
+        await self._do("/update_weights_from_distributed", payload, timeout_s)
+
+    async def end_update(self, timeout_s: float) -> None:
+        """Undo `begin_update`; the weights received are in use. Raises EngineError where it fails."""
+        await self._do("/end_weight_update", {}, timeout_s)
+
     async def model_info(self) -> Mapping[str, Any]:
         """The engine's answer to GET /model_info: its model and weights. Raises EngineError where there is none."""
         return await self._get("/model_info")
@@ -134,6 +253,17 @@ class EngineClient:
     async def server_info(self) -> Mapping[str, Any]:
         """The engine's answer to GET /server_info: its arguments and state. Raises EngineError where there is none."""
         return await self._get("/server_info")
+
+    async def context_length(self) -> int | None:
+        """Most tokens of a prompt and its answer together; None where the engine does not say. Raises EngineError."""
+        for info in (await self.model_info(), await self.server_info()):
+            if said := info.get("context_length") or info.get("max_context_length"):
+                return int(said)
+        # SGLang says there only what it was told; what it took from the model stands in the list for OpenAI's clients.
+        with _expected_shape():
+            models = (await self._get("/v1/models")).get("data") or [{}]
+            said = models[0].get("max_model_len")
+            return None if said is None else int(said)
 
     async def healthy(self) -> bool:
         """Whether the engine answers GET /health with 200 within 5 s; False where it cannot be reached."""
@@ -153,6 +283,15 @@ class EngineClient:
                 if not isinstance(answer, dict):
                     raise EngineError(f"the engine answered {route} with {str(answer)[:MAX_ERROR_CHARS]}")
                 return answer
+
+    async def _do(self, route: str, payload: Mapping[str, Any], timeout_s: float) -> None:
+        """A call that answers whether it succeeded. Raises EngineError where it did not."""
+        try:
+            answer = await self._post(route, payload, timeout_s)
+        except BadRequestError as error:  # how SGLang answers what failed on its side as well
+            raise EngineError(f"{route}: {error.message}") from None
+        if not isinstance(answer, dict) or not answer.get("success"):
+            raise EngineError(f"{route}: the engine answered {_message_of(answer)[:MAX_ERROR_CHARS]}")
 
     async def _post(self, route: str, payload: Mapping[str, Any], timeout_s: float | None = None) -> Any:
         timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
@@ -248,29 +387,42 @@ def _sampling_params(sampling: Sampling, n: int) -> dict[str, Any]:
     return params
 
 
-def _chunk(answer: Mapping[str, Any], sent: Sequence[Sequence[int]], ended: Sequence[bool]) -> Chunk:
+def _raise_for_event(answer: Mapping[str, Any]) -> None:
+    """SGLang begins every stream with status 200, and refuses a request in its first event."""
+    if "error" not in answer:
+        return
+    error, message = answer["error"], _message_of(answer)[:MAX_ERROR_CHARS]
+    if isinstance(error, dict) and error.get("code") == 400:
+        raise BadRequestError(f"the engine refused the request: {message}", code="engine_refused")
+    raise EngineError(f"the engine failed: {message}")
+
+
+def _chunk(answer: Mapping[str, Any], choices: Sequence[_Progress], reproducible: bool, undisturbed: bool) -> Chunk:
     """One server-sent event. Ids and log-probabilities in it count from the start of the choice."""
-    if "error" in answer:
-        raise EngineError(f"the engine failed: {_message_of(answer)[:MAX_ERROR_CHARS]}")
-    choice = int(answer.get("index", 0))
-    if not 0 <= choice < len(sent) or ended[choice]:
-        raise EngineError(f"the engine streamed choice {choice}, which was not asked for or had ended")
-    start, meta = len(sent[choice]), answer["meta_info"]
+    index = int(answer.get("index", 0))
+    if not 0 <= index < len(choices) or choices[index].ended:
+        raise EngineError(f"the engine streamed choice {index}, which was not asked for or had ended")
+    choice, meta = choices[index], answer["meta_info"]
+    start = len(choice.ids)
     ids, entries, tops = _tokens(answer, start)
     ends = meta.get("finish_reason") is not None
-    if len(ids) < start or (ends and ids[:start] != sent[choice]):
+    if len(ids) < start or (ends and ids[:start] != choice.ids):
         raise EngineError(f"the engine streamed {start} ids and then {len(ids)} that do not begin with them")
+    choice.spans = _spans(meta, len(ids), undisturbed) if ends else _spans_so_far(meta, len(ids), undisturbed, choice)
+    choice.ids += ids[start:]
+    choice.ended = ends
     return Chunk(
-        choice=choice,
+        choice=index,
         ids=ids[start:],
         logprobs=[_logprob(entry) for entry in entries[start:]],
         top_logprobs=[_top(entry) for entry in tops[start:]],
-        spans=_spans(meta, len(ids)),
-        generation=_generation(answer) if ends else None,
+        spans=choice.spans,
+        reproducible=reproducible,
+        generation=_generation(answer, reproducible, undisturbed) if ends else None,
     )
 
 
-def _generation(answer: Mapping[str, Any]) -> Generation:
+def _generation(answer: Mapping[str, Any], reproducible: bool, undisturbed: bool) -> Generation:
     ids, entries, tops = _tokens(answer)
     meta = answer["meta_info"]
     finish: Mapping[str, Any] = meta.get("finish_reason") or {}
@@ -282,9 +434,10 @@ def _generation(answer: Mapping[str, Any]) -> Generation:
         output_ids=_ids(ids),
         logprobs=np.asarray([_logprob(entry) for entry in entries], dtype=np.float32),
         finish_reason=reason,
-        spans=_spans(meta, len(ids)),
+        spans=_spans(meta, len(ids), undisturbed),
         matched=finish.get("matched"),
         top_logprobs=tuple(_top(entry) for entry in tops),
+        reproducible=reproducible,
     )
 
 
@@ -323,11 +476,24 @@ def _top(entry: Sequence[Sequence[Any]] | None) -> tuple[tuple[float, int], ...]
     return tuple((_logprob(item), int(item[1])) for item in entry or ())
 
 
-def _spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Span, ...]:
+def _spans_so_far(meta: Mapping[str, Any], num_tokens: int, undisturbed: bool, choice: _Progress) -> tuple[Span, ...]:
+    """Those of a choice that goes on, as far as they are certain.
+
+    SGLang lists them at the end only. Until then it says which weights are loaded now: they made the tokens so far
+    where no load came in between.
+    """
+    changed = any(span.release_id != meta.get("weight_version") for span in choice.spans)
+    if not meta.get("weight_versions") and (changed or not undisturbed):
+        return choice.spans
+    return _spans(meta, num_tokens, undisturbed)
+
+
+def _spans(meta: Mapping[str, Any], num_tokens: int, undisturbed: bool) -> tuple[Span, ...]:
+    """Those of all tokens. `undisturbed`: no pause began since they were asked for, so one version made all."""
     listed = meta.get("weight_versions")
     if not listed:
         version = meta.get("weight_version")
-        if version is None:
+        if version is None or not undisturbed:
             raise EngineError("the engine does not say which weights it used")
         return (Span(0, num_tokens, str(version)),) if num_tokens else ()
     spans = tuple(Span(int(item["start"]), int(item["end"]), str(item["version"])) for item in listed)

@@ -17,8 +17,9 @@ from typing import Any
 
 from reef.config import Config
 from reef.engines.client import EngineClient
-from reef.engines.host import EngineHost
+from reef.engines.host import EngineHost, Host
 from reef.engines.replica import Replica
+from reef.engines.transfer import Transfer
 from reef.errors import ConfigError, ConflictError, EngineError, LoadFailedError, ReefError, UnavailableError
 from reef.observe import Metrics
 from reef.types import Published
@@ -31,7 +32,7 @@ NEAREST_TO_READY = ("ready", "loading", "restarting", "starting", "failed", "sto
 class Engines:
     """`inference.replicas` servers started here, or the one that `inference.url` names; and perhaps a candidate."""
 
-    def __init__(self, config: Config, metrics: Metrics, hosts: Callable[[str], EngineHost] | None = None) -> None:
+    def __init__(self, config: Config, metrics: Metrics, hosts: Callable[[str], Host] | None = None) -> None:
         """`hosts` gives what starts the server of a replica's name; none: an EngineHost each, or nobody with a url."""
         self._config = config
         self._metrics = metrics
@@ -44,6 +45,7 @@ class Engines:
         self._candidate_changing = asyncio.Lock()
         self._share = 0.0
         self._trial = False  # the candidate answers; else it waits for the next one
+        self.need_files: Callable[[], None] = lambda: None  # called when `lack_files` has become true
 
     @property
     def served(self) -> str | None:
@@ -84,10 +86,11 @@ class Engines:
                 raise (LoadFailedError if disagrees else EngineError)(_reasons(failures))
             self._recover()
 
-    async def load(self, published: Published) -> None:
+    async def load(self, published: Published, transfer: Transfer | None = None) -> None:
         """Put a release into all replicas at once; enough that one of them holds it then, verified.
 
         Those out of rotation already take part only where none of the others can: else they come back with it later.
+        With `transfer` the trainer sends the tensors; without it the engines read the release's files.
 
         Raises:
             LoadFailedError: every replica failed, in place and after a restart. Nobody answers until the next load.
@@ -97,9 +100,9 @@ class Engines:
             others = [replica for replica in self._replicas if replica not in in_rotation]
             for replica in self._replicas:
                 replica.want(published)  # now: from here on nobody opens with the release before it
-            failures = await _failures(in_rotation, lambda replica: replica.load(published))
+            failures = await _failures(in_rotation, lambda replica: replica.load(published, transfer))
             if len(failures) == len(in_rotation) and not any(replica.ready for replica in others):
-                failures |= await _failures(others, lambda replica: replica.load(published))
+                failures |= await _failures(others, lambda replica: replica.load(published, transfer))
             if len(failures) == len(self._replicas):
                 raise LoadFailedError(f"release {published.release_id} does not load: {_reasons(failures)}")
             self._recover()
@@ -120,6 +123,16 @@ class Engines:
                 raise LoadFailedError(_reasons(failures))
             for replica in failures:
                 replica.recover()
+
+    @property
+    def lack_files(self) -> bool:
+        """Whether a replica can restart only once the files of the release wanted are written."""
+        return any(replica.lacks_files for replica in self._replicas)
+
+    def provide(self, published: Published) -> None:
+        """The files of a release that the trainer alone held were written."""
+        for replica in self._replicas:
+            replica.provide(published)
 
     async def stop(self) -> None:
         """End the replicas and the candidate, as far as they were started here."""
@@ -194,7 +207,8 @@ class Engines:
 
     def _replica(self, name: str) -> Replica:
         attached = self._config.inference.url is not None
-        return Replica(name, self._config, self._metrics, None if attached else self._hosts(name))
+        host = None if attached else self._hosts(name)
+        return Replica(name, self._config, self._metrics, host, lambda: self.need_files())
 
     def _recover(self) -> None:
         for replica in self._replicas:

@@ -2,21 +2,24 @@
 
     load(release):  close the gate -> pause -> load -> continue -> verify (id, probe) -> open the gate
 
-A server that fails a load is restarted with the release, once; one that dies is restarted with the release wanted last.
-The gate is open only while the server holds that release, verified.
+The server reads the release's files, or is sent its tensors by the trainer. One that fails a load is restarted with the
+release, once; one that dies is restarted with the release wanted last. For that there must be files: while the trainer
+alone holds the release, it waits until they are written. The gate is open only while the server holds the release
+wanted last, verified.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from reef.config import Config
 from reef.engines.client import EngineClient, wait_healthy
-from reef.engines.host import EngineHost
+from reef.engines.host import Host
+from reef.engines.transfer import Transfer, transfer_weights
 from reef.errors import EngineError, LoadFailedError, ReefError
 from reef.faults import reach
 from reef.observe import Metrics, log
@@ -24,6 +27,8 @@ from reef.types import Published
 
 BACKOFF_S = 0.5  # before the second restart in a row, doubled each time
 MAX_BACKOFF_S = 30
+MAX_FAILURES = 10  # that are counted; more make no wait longer
+LOOK_S = 2.0  # between looks at a server that is not ours
 
 
 class Replica:
@@ -32,14 +37,24 @@ class Replica:
     `start`, `load`, `verify` and `recover` are called one at a time; requests and the watcher run beside them.
     """
 
-    def __init__(self, name: str, config: Config, metrics: Metrics, host: EngineHost | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        metrics: Metrics,
+        host: Host | None,
+        need_files: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`need_files` is called when a restart waits for the files of a release that the trainer alone holds."""
         self.name = name
+        self._need_files = need_files
         self._settings = config.inference
         self._ready_timeout_s = config.reef.ready_timeout
         self._metrics = metrics
         self._host = host
         self._client: EngineClient | None = None
         self._wanted: Published | None = None
+        self._has_files = asyncio.Event()  # of the release wanted
         self._watcher: asyncio.Task[None] | None = None
         self.gate = asyncio.Event()
         self.opened_at = 0.0  # when the gate opened last; monotonic
@@ -78,9 +93,19 @@ class Replica:
 
     def want(self, published: Published) -> None:
         """Answer nobody until this release is in; a restart under way ends with it."""
-        self._wanted = published
+        self._want(published)
         if self.ready:
             self._leave("loading")
+
+    @property
+    def lacks_files(self) -> bool:
+        """Whether it is out of rotation until the files of the release wanted are written."""
+        return not self.ready and self.state == "restarting" and not self._has_files.is_set()
+
+    def provide(self, published: Published) -> None:
+        """The files of a release were written; where it is the one wanted, a restart can go on."""
+        if self._wanted is not None and self._wanted.release_id == published.release_id:
+            self._want(published)
 
     async def start(self, published: Published) -> None:
         """Bring the server up with a release, verified. Raises EngineError or LoadFailedError."""
@@ -92,17 +117,21 @@ class Replica:
             raise
         self._watch(failures=0)
 
-    async def load(self, published: Published) -> None:
+    async def load(self, published: Published, transfer: Transfer | None = None) -> None:
         """Put a release into the running server; on failure restart it with that release, once.
 
+        Args:
+            transfer: brings the tensors from the trainer; None: the server reads the files.
+
         Raises:
-            LoadFailedError: it failed both ways; the gate stays closed and `error` says why.
+            LoadFailedError: it failed both ways (one, where there are no files to restart it with); the gate stays
+                closed and `error` says why.
         """
         self.want(published)
         await self._end_watcher()
         self._leave("loading")
         try:
-            await self._load_or_restart(published)
+            await self._load_or_restart(published, transfer)
         except ReefError as error:
             self._leave("failed", error.message)
             raise LoadFailedError(error.message) from error
@@ -110,16 +139,16 @@ class Replica:
 
     async def verify(self, published: Published) -> None:
         """Check the server against a probe that was not known when it started. Raises EngineError, LoadFailedError."""
-        self._wanted = published
+        self._want(published)
         await self._verify(published)
 
     def recover(self) -> None:
         """Restart the server with the wanted release in the background, again and again, but max-restarts times.
 
-        For one that failed to start, to load or to verify, while others do not. Nothing happens where it is under way,
-        or where there is nothing to restart.
+        For one that failed to start, to load or to verify, while others do not. One that is not ours is asked again
+        and again to load it. Nothing happens where it is under way.
         """
-        if self._host is not None and self.state != "restarting":
+        if self.state != "restarting":
             self._leave("restarting", self.error)
             self._watch(failures=1)
 
@@ -144,6 +173,13 @@ class Replica:
             "last_load": dict(self.last_load),
             "error": self.error,
         }
+
+    def _want(self, published: Published) -> None:
+        self._wanted = published
+        if published.on_disk:
+            self._has_files.set()
+        else:
+            self._has_files.clear()
 
     def _leave(self, state: str, error: str | None = None) -> None:
         """Out of rotation, and why."""
@@ -170,7 +206,8 @@ class Replica:
                 url = await self._host.start(self._wanted.path, self._wanted.release_id, self._ready_timeout_s)
             except OSError as error:  # no memory for a process, no disk for its log
                 raise EngineError(f"{self.name} does not start: {error}") from error
-        client = self._client = EngineClient(url, self._settings.request_timeout_s)
+        key = self._host.key if self._host is not None else None
+        client = self._client = EngineClient(url, self._settings.request_timeout_s, key)
         try:
             async with asyncio.timeout(self._ready_timeout_s):
                 await wait_healthy(client)
@@ -193,16 +230,15 @@ class Replica:
     async def _describe_server(self, client: EngineClient) -> None:
         info = {**await client.server_info(), **await client.model_info()}
         self.build = str(info.get("build") or f"sglang-{info.get('version', 'unknown')}")
-        engine_says = info.get("context_length") or info.get("max_context_length")
-        lengths = [int(length) for length in (engine_says, self._settings.context_length) if length]
+        lengths = [length for length in (await client.context_length(), self._settings.context_length) if length]
         if not lengths:
             raise EngineError("the engine does not say its context length: set inference.context-length")
         self.context_length = min(lengths)
 
-    async def _load_or_restart(self, published: Published) -> None:
+    async def _load_or_restart(self, published: Published, transfer: Transfer | None) -> None:
         try:
             async with asyncio.timeout(self._settings.load_timeout_s):
-                await self._load_in_place(published)
+                await self._load_in_place(published, transfer)
             return
         except ReefError as error:
             failure = error.message
@@ -212,6 +248,8 @@ class Replica:
                 f"{self._settings.load_timeout_s:g} s (inference.load-timeout-s)"
             )
         self._metrics.load_failures.inc()
+        if not published.on_disk:
+            raise EngineError(failure)
         again = "restarting" if self._host is not None else "trying once more with"
         log.warning("release %s did not load, %s %s: %s", published.release_id, again, self.name, failure)
         self._leave("restarting", failure)
@@ -220,7 +258,7 @@ class Replica:
                 await self._client.resume()
         await self._bring_up()
 
-    async def _load_in_place(self, published: Published) -> None:
+    async def _load_in_place(self, published: Published, transfer: Transfer | None) -> None:
         if self._client is None:
             raise EngineError(f"{self.name} is not connected")
         started = time.perf_counter()
@@ -228,10 +266,15 @@ class Replica:
         await self._client.pause(mode)
         paused = time.perf_counter()
         reach("load.paused")
+        flush_cache = mode != "in_place"
+        timeout_s = self._settings.load_timeout_s
         try:
-            await self._client.load(
-                published.path, published.release_id, mode != "in_place", self._settings.load_timeout_s
-            )
+            if transfer is None:
+                await self._client.load(published.path, published.release_id, flush_cache, timeout_s)
+            else:
+                await transfer_weights(
+                    self._client, self.name, self._settings.tensor, transfer, published, flush_cache, timeout_s
+                )
         except BaseException:
             if self._host is None:  # not ours: leave it as we found it; ours is replaced
                 with contextlib.suppress(ReefError):
@@ -240,18 +283,22 @@ class Replica:
         loaded = time.perf_counter()
         reach("load.loaded")
         await self._client.resume()
+        resumed = time.perf_counter()
         reach("load.resumed")
         await self._verify(published)
         verified = time.perf_counter()
         reach("load.verified")
         self.last_load = {
-            "pause_s": paused - started,
-            "load_s": loaded - paused,
-            "verify_s": verified - loaded,
+            "pause_s": resumed - started,
+            "transfer_s": loaded - paused,
+            "verify_s": verified - resumed,
             "total_s": verified - started,
             "size_bytes": float(published.size_bytes),
         }
         self._metrics.load_seconds.observe(verified - started)
+        for phase in ("pause", "transfer", "verify"):
+            self._metrics.load_phases.labels(phase).observe(self.last_load[f"{phase}_s"])
+        self._metrics.load_bytes.inc(published.size_bytes)
         self._open(published)
 
     async def _verify(self, published: Published) -> None:
@@ -274,21 +321,20 @@ class Replica:
         """Watch over the server from now on, after so many restarts in a row that failed."""
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._host is not None:
-            self._watcher = asyncio.create_task(self._keep_up(self._host, failures), name=f"{self.name}-watcher")
+        self._watcher = asyncio.create_task(self._keep_up(failures), name=f"{self.name}-watcher")
 
     async def _end_watcher(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
 
-    async def _keep_up(self, host: EngineHost, failures: int) -> None:
-        """Restart the server whenever it ends though nobody asked it to."""
+    async def _keep_up(self, failures: int) -> None:
+        """Bring the server up again whenever it ends though nobody asked it to."""
         while True:
             if self.ready:
-                self._leave("restarting", f"{self.name} ended with {await host.wait()}")
+                self._leave("restarting", await self._ended())
                 failures = 0
-            if failures >= self._settings.max_restarts:
+            if self._host is not None and failures >= self._settings.max_restarts:
                 self._leave("failed", f"giving up after {failures} restarts in a row: {self.error}")
                 log.error(self.error)
                 return
@@ -297,7 +343,24 @@ class Replica:
             log.warning("restarting %s: %s", self.name, self.error)
             self._metrics.engine_restarts.inc()
             try:
+                if not self._has_files.is_set():
+                    self._need_files()
+                    await self._has_files.wait()
                 await self._bring_up()
             except ReefError as error:
-                failures += 1
+                failures = min(failures + 1, MAX_FAILURES)
                 self.error = error.message
+
+    async def _ended(self) -> str:
+        """How the server ended, once it has; one that is not ours also where it holds other weights by itself."""
+        if self._host is not None:
+            return f"{self.name} ended with {await self._host.wait()}"
+        assert self._client is not None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                held = (await self._client.model_info()).get("weight_version")
+            except ReefError as error:
+                return error.message
+            if held != self.served:
+                return f"{self.url} holds {held} instead of {self.served}: was it restarted?"

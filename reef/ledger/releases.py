@@ -180,6 +180,17 @@ def set_state(connection: Connection, release_id: str, state: ReleaseState, reas
     )
 
 
+def set_restorable(connection: Connection, release_id: str) -> None:
+    """Note that a release's weights were written to disk after all. An unknown id changes nothing."""
+    connection.execute(update(releases).where(releases.c.id == release_id).values(restorable=True))
+
+
+def adopt(connection: Connection, release_id: str, content_id: str, reason: str) -> None:
+    """What was made again in a release's place, which was never written to disk, is that release from now on."""
+    values = {"content_id": content_id, "reason": reason, "replay_diverged": True}
+    connection.execute(update(releases).where(releases.c.id == release_id).values(values))
+
+
 def set_diverged(connection: Connection, release_id: str) -> None:
     """Note that this release, made again from the ledger, came out different."""
     connection.execute(update(releases).where(releases.c.id == release_id).values(replay_diverged=True))

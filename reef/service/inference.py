@@ -15,13 +15,14 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from reef.engines.client import Chunk, EngineClient
-from reef.errors import BadRequestError, ReefError
+from reef.errors import BadRequestError, EngineError, ReefError
 from reef.faults import reach
 from reef.ledger import receipts
 from reef.observe import log
 from reef.service.house import House
 from reef.service.wire import SamplingBody
-from reef.types import PURPOSES, FinishReason, Generation, Ids, Receipt, Request
+from reef.storage import is_release
+from reef.types import PURPOSES, FinishReason, Generation, Ids, Receipt, Request, Sampling
 
 T = TypeVar("T")
 Item = Chunk | Sequence[Receipt]  # of a stream: chunks, then the receipts of all choices
@@ -50,6 +51,7 @@ async def prepare(
     if purpose not in PURPOSES:
         raise BadRequestError(f"x-reef-purpose: expected one of {PURPOSES}, got {purpose!r}", param="x-reef-purpose")
     sampling = body.sampling(_max_tokens(house, prompt_ids, limit))
+    _check_stop_ids(house, sampling)
     scenario = await house.scenario_of(http)  # last: a request that is refused creates none
     if house.config.inference.sampling == "neutral" and sampling.inexact_reason() not in (None, "greedy"):
         house.metrics.neutralised.inc()
@@ -102,6 +104,7 @@ def _engine(house: House, http: HttpRequest, request: Request) -> contextlib.Abs
 
 
 async def _record(house: House, request: Request, generations: Sequence[Generation]) -> Sequence[Receipt]:
+    _check_weights(house, generations)
     now = time.time()
     made = [
         receipts.make(request, choice, generation, house.engines.build, f"rcp_{uuid.uuid4().hex}", now)
@@ -114,6 +117,13 @@ async def _record(house: House, request: Request, generations: Sequence[Generati
     return made
 
 
+def _check_weights(house: House, generations: Sequence[Generation]) -> None:
+    """An engine that someone restarted holds weights that are no release: what they said is nobody's record."""
+    for span in (span for generation in generations for span in generation.spans):
+        if not is_release(house.ledger, span.release_id):
+            raise EngineError(f"the engine answered with weights {span.release_id!r}, which are no release of this run")
+
+
 async def _record_aborted(house: House, request: Request, generations: Sequence[Generation]) -> None:
     try:
         await _record(house, request, generations)
@@ -122,12 +132,17 @@ async def _record_aborted(house: House, request: Request, generations: Sequence[
 
 
 def _aborted(chunks: Sequence[Chunk]) -> Generation:
-    ids = [token for chunk in chunks for token in chunk.ids]
+    """What came of a choice, as far as it is certain which weights made it."""
+    spans = chunks[-1].spans if chunks else ()
+    num_tokens = spans[-1].end if spans else 0
+    ids = [token for chunk in chunks for token in chunk.ids][:num_tokens]
+    logprobs = [value for chunk in chunks for value in chunk.logprobs][:num_tokens]
     return Generation(
         output_ids=np.asarray(ids, dtype=np.int32),
-        logprobs=np.asarray([value for chunk in chunks for value in chunk.logprobs], dtype=np.float32),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
         finish_reason=FinishReason.ABORT,
-        spans=chunks[-1].spans if chunks else (),
+        spans=spans,
+        reproducible=all(chunk.reproducible for chunk in chunks),
     )
 
 
@@ -155,6 +170,16 @@ def _max_tokens(house: House, prompt_ids: Ids, limit: int | None) -> int:
             param="prompt",
         )
     return limit or room
+
+
+def _check_stop_ids(house: House, sampling: Sampling) -> None:
+    """With min_tokens, SGLang 0.5.23 ends at an id that its model has not."""
+    outside = [token for token in sampling.stop_token_ids if token >= house.template.vocab_size]
+    if outside:
+        raise BadRequestError(
+            f"stop_token_ids: ids must lie in 0..{house.template.vocab_size - 1}, got {outside[0]}",
+            param="stop_token_ids",
+        )
 
 
 async def unless_gone(http: HttpRequest, work: asyncio.Task[T]) -> T:

@@ -20,7 +20,9 @@ import uvicorn
 from sqlalchemy import Connection
 
 from reef.chat.template import Template
+from reef.cluster.address import find_cluster
 from reef.config import Config
+from reef.engines.host import Host
 from reef.engines.pool import Engines
 from reef.errors import ConfigError, LoadFailedError, OwnershipLostError, ReefError, UnavailableError
 from reef.ledger import releases, scenarios
@@ -65,7 +67,7 @@ async def serve(config: Config, announce: Announce) -> int:
         template = Template(config.inference.model_path)
         stack.callback(template.close)
         metrics = Metrics()
-        house = House(config, ledger, Engines(config, metrics), template, metrics)
+        house = House(config, ledger, Engines(config, metrics, _hosts(config)), template, metrics)
         return await _Run(house, listener, announce).until_stopped()
 
 
@@ -77,6 +79,7 @@ class _Run:
         self._config = house.config
         self._announce = announce
         self._listener = listener
+        self._on_cluster = find_cluster(house.config) is not None
         self._stop = asyncio.Event()
         self._server = _Server(
             uvicorn.Config(
@@ -360,6 +363,8 @@ class _Run:
                 await asyncio.wait(house.background)
 
     def _pids(self) -> Iterator[int]:
+        if self._on_cluster:  # they may be other machines', and Ray ends them with this process
+            return
         yield from self._house.engines.pids()
         if self._house.dispatcher is not None:
             yield from self._house.dispatcher.worker_pids()
@@ -374,6 +379,15 @@ class _Run:
             os._exit(130)
         self._announce("stopping after the work in hand; once more to stop at once")
         self._stop.set()
+
+
+def _hosts(config: Config) -> Callable[[str], Host] | None:
+    """What starts the engines: Ray, where a cluster is joined. Only then it is imported, which takes seconds."""
+    if config.inference.url is not None or find_cluster(config) is None:
+        return None
+    from reef.engines.ray_host import RayEngineHost
+
+    return lambda name: RayEngineHost(config, name)
 
 
 def _training_rooms() -> "tuple[type[Trainer], type[Dispatcher]]":

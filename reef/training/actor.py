@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reef.cluster.node import check_shared, speak_over
+from reef.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
@@ -23,6 +26,16 @@ class WorkerSpec:
     micro_batch_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a worker's process is told before its start."""
+
+    log_path: Path
+    address: str  # of its node, over whose interface it speaks to other ranks
+    visible_devices: str | None  # the GPU that it may use, "" for none; None: as Ray set it
+    shared: Mapping[str, Path]  # directories that every rank must see, by the setting that names each
+
+
 class WorkerActor:
     """Made cheaply, so that an error of the real start travels back as what it is."""
 
@@ -33,10 +46,20 @@ class WorkerActor:
         """This process's id."""
         return os.getpid()
 
-    def start(self, spec: WorkerSpec, log_path: Path, environment: Mapping[str, str]) -> None:
-        """Send this process's output to `log_path`, then build the worker. Blocks until every rank is there."""
-        _redirect_output(log_path)
-        os.environ.update(environment)
+    def settle(self, surroundings: Surroundings) -> None:
+        """Send this process's output to the log; choose interface and GPU.
+
+        Raises:
+            ConfigError: the files or the GPU are not on this machine.
+        """
+        check_shared(surroundings.shared, "a training worker")
+        _redirect_output(surroundings.log_path)
+        speak_over(surroundings.address)
+        if surroundings.visible_devices is not None:
+            _use_gpu(surroundings.visible_devices)
+
+    def start(self, spec: WorkerSpec) -> None:
+        """Build the worker. Blocks until every rank is there."""
         from reef.training.worker import MegatronWorker
 
         self._worker = MegatronWorker(spec)
@@ -54,3 +77,15 @@ def _redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def _use_gpu(number: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = number  # before torch is imported: it looks once
+    if number:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"training.devices gives GPU {number} to a worker, but torch finds none of that number here; "
+                "train on CPUs with training.devices: []"
+            )

@@ -8,6 +8,7 @@ and G key-value heads of this tensor rank, D numbers per head.
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -28,13 +29,23 @@ class FusedCausalAttention(torch.nn.Module):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_kwargs: Any,
     ) -> torch.Tensor:
         """Attend from [T, B, H, D] to [T, B, G, D], each position to itself and those before it.
 
+        Packed sequences come as [T, H, D] and [T, G, D] and attend to their own positions alone.
+
         Returns:
-            [T, B, H * D].
+            [T, B, H * D], B = 1 for packed sequences.
         """
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            parts = (torch.split(part.unsqueeze(1), lengths) for part in (query, key, value))
+            return torch.cat([self._attend(*sequence) for sequence in zip(*parts, strict=True)])
+        return self._attend(query, key, value)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         length, rows = query.shape[:2]
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(

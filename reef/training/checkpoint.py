@@ -1,10 +1,13 @@
-"""Checkpoints of the trainer: weights, moments, step count and random state, by Megatron's `dist_checkpointing`.
+"""What a checkpoint of the trainer holds, by Megatron's `dist_checkpointing`: weights, moments, steps, random state.
 
-A checkpoint is written beside its place and renamed; the file COMPLETE comes last and vouches for every byte of the
-others. One without it is not a checkpoint.
+    copy      every rank copies its share to the CPU, and all agree on who writes what -> `reef.training.saving`
+    restore   under the layout that wrote it, bit for bit; or under another one: the same weights and moments
+
+The learning-rate schedule is a function of the step count and of a batch's own settings, so nothing is kept of it.
 """
 
-from dataclasses import asdict
+import io
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,108 +17,122 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 
 from reef.errors import LoadFailedError
-from reef.faults import reach
-from reef.training import device, durable
-from reef.training.manifest import COMPLETE, check_checkpoint, dump_complete
-from reef.training.megatron import Policy, set_optimizer_steps
+from reef.training import device, optimizer_state
+from reef.training.manifest import check_checkpoint
+from reef.training.megatron import Policy
 from reef.training.ranks import from_rank_0
 
-ROOM_BYTES = 2**20  # more than common.pt takes
+RNG = "rng"
 
 
-class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's format, written by torch's own writer in this process.
-
-    Megatron's writer starts a manager and forks a writer for each save: seconds, where a small model needs
-    milliseconds, and a fork of a process that holds threads.
-    """
+class CopyPlanner(MCoreSavePlanner):  # type: ignore[misc]
+    """Megatron's planner, which then answers from copies: what it hands out to be written, no step moves."""
 
     def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False)
+        self._copies: dict[MetadataIndex, Any] = {}
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        save_state_dict(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+    def copy(self, plan: SavePlan) -> None:
+        """Copy what `plan` writes, and let go of the state itself."""
+        self.finish_plan(plan)
+        for item in plan.items:
+            data = self.resolve_data(item)
+            self._copies[item.index] = data if isinstance(data, io.BytesIO) else data.to("cpu", copy=True)
+        self.state_dict: dict[str, Any] = {}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The copy, once there is one."""
+        return self._copies[index] if index in self._copies else super().lookup_object(index)
 
 
-def save(directory: Path, policy: Policy, steps_done: int) -> None:
-    """Write a checkpoint. Every rank must call; all see it complete afterwards (on a shared file system)."""
-    partial = from_rank_0(lambda: _begin(directory))
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One rank's share of a checkpoint, in memory of its own, and what this rank is to write of it."""
+
+    steps_done: int
+    plan: SavePlan
+    planner: CopyPlanner
+    metadata: Metadata | None  # of all ranks' tensors; rank 0's
+    common: bytes  # what is no tensor, as common.pt holds it; rank 0 writes it
+
+
+def copy(policy: Policy, steps_done: int) -> Copy:
+    """Copy this rank's share of the state. Every rank must call; nothing touches the disk."""
     with device.megatron_calls():
-        state = _state(policy, loading=False)
-        state["steps_done"] = steps_done
-        state["trains"] = _trains(policy)
-        dist_checkpointing.save(state, str(partial), sharded_strategy=_InProcess())
-    dist.barrier()
-    from_rank_0(lambda: _finish(partial, directory, steps_done))
+        state = {**_state(policy, loading=False), "steps_done": steps_done, "trains": _trains(policy)}
+        sharded, common = save_preprocess(state)
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # of replicas, the first alone
+        planner = CopyPlanner()
+        planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=dist.get_rank() == 0)
+        plan = planner.create_local_plan()
+        metadata = _gather_metadata(planner, plan)
+        plan = FileSystemWriter("").prepare_global_plan([plan] * dist.get_world_size())[dist.get_rank()]  # file names
+        planner.copy(plan)
+        common_pt = io.BytesIO()
+        torch.save(common, common_pt)
+    return Copy(steps_done, plan, planner, metadata, common_pt.getvalue())
 
 
-def _begin(directory: Path) -> Path:
-    """On a full disk fail here, where all ranks learn of it: Megatron's first file is rank 0's alone."""
-    partial = durable.begin(directory)
-    room = partial / "room"
-    durable.write(room, bytes(ROOM_BYTES))
-    room.unlink()
-    return partial
+def _gather_metadata(planner: CopyPlanner, plan: SavePlan) -> Metadata | None:
+    """What the ranks together write; rank 0's answer, others have None."""
+    plans = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(plan, plans, dst=0)
+    if plans is None:
+        return None
+    metadata: Metadata = planner.create_global_plan(plans)[1]
+    return metadata
 
 
-def _finish(partial: Path, directory: Path, steps_done: int) -> None:
-    for path in partial.iterdir():
-        durable.sync(path)
-    vouched = dump_complete(partial, steps_done)
-    durable.finish(partial, directory)
-    reach("checkpoint.writing")
-    durable.write(directory / COMPLETE, vouched)
-    durable.sync(directory)
-    reach("checkpoint.complete")
-
-
-def restore(directory: Path, policy: Policy) -> int:
+def restore(directory: Path, policy: Policy, seeded_rng: dict[str, Any]) -> int:
     """Put weights, moments and random state back; return the steps done. Every rank must call.
 
+    The layout may be another than the one that wrote it. Then random numbers begin again at the seed: there is one
+    state for each pipeline stage and tensor rank, and these are others.
+
+    Args:
+        seeded_rng: this rank's random state when it was made.
+
     Raises:
-        LoadFailedError: the checkpoint is not complete, damaged, or of another model, dtype or layout: nothing has
-            moved. Or it is as it was written and Megatron, having begun to load, cannot read it (another version wrote
-            it): then the policy is undefined until another `restore` or a `MegatronWorker.reset`.
+        LoadFailedError: the checkpoint is not complete, damaged, or of another model or dtype: nothing has moved. Or
+            it is as it was written and Megatron, having begun to load, cannot read it (another version wrote it): then
+            the policy is undefined until another `restore` or a `MegatronWorker.reset`.
     """
-    from_rank_0(lambda: _check(directory, policy))
+    same_ranks = from_rank_0(lambda: _check(directory, policy))
     with device.megatron_calls():
+        wanted = _state(policy, loading=True)
+        if not same_ranks:
+            del wanted[RNG]
         try:
-            state = dist_checkpointing.load(_state(policy, loading=True), str(directory))
+            state = dist_checkpointing.load(wanted, str(directory))
         except (CheckpointingException, CheckpointException) as error:
             raise _unreadable(directory, error) from None
         steps_done = int(state["steps_done"])
-        # Megatron leaves out the count of steps while it is 0, and torch's optimizer insists on one.
-        inner = state["optimizer"].get("optimizer", state["optimizer"])  # bfloat16 keeps its main weights beside it
-        inner["state"]["common_step"] = torch.tensor(float(steps_done))
         policy.module.load_state_dict(state["model"])
-        policy.optimizer.load_state_dict(state["optimizer"])
-    set_optimizer_steps(policy.optimizer, steps_done)
-    set_rng_state(state["rng"])
+        optimizer_state.load(policy.optimizer, state["optimizer"], steps_done)
+    set_rng_state(state[RNG] if same_ranks else seeded_rng)
     return steps_done
 
 
-def _check(directory: Path, policy: Policy) -> None:
+def _check(directory: Path, policy: Policy) -> bool:
+    """Refuse a checkpoint that does not fit; return whether it has the random state of as many ranks."""
     check_checkpoint(directory)
     try:
-        dist_checkpointing.load_tensors_metadata(str(directory))
         found = dist_checkpointing.load_common_state_dict(str(directory)).get("trains", {})
+        held = load_sharded_metadata(str(directory))
     except (CheckpointingException, UnpicklingError) as error:
         raise _unreadable(directory, error) from None
     expected = _trains(policy)
@@ -124,6 +141,7 @@ def _check(directory: Path, policy: Policy) -> None:
     ]
     if differ:
         raise LoadFailedError(f"checkpoint {directory} is of another trainer: {'; '.join(differ)}")
+    return _sharded_rng().unique_key in held
 
 
 def _unreadable(directory: Path, error: BaseException) -> LoadFailedError:
@@ -131,35 +149,30 @@ def _unreadable(directory: Path, error: BaseException) -> LoadFailedError:
 
 
 def _trains(policy: Policy) -> dict[str, Any]:
-    """What a checkpoint must have been taken of to fit. Data ranks hold replicas, so that their number may change."""
-    return {
-        **asdict(policy.architecture),
-        "dtype": str(policy.module.config.params_dtype),
-        "tensor ranks": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline stages": parallel_state.get_pipeline_model_parallel_world_size(),
-    }
+    """What a checkpoint must have been taken of to fit. How it was spread over ranks does not matter."""
+    return {**asdict(policy.architecture), "dtype": str(policy.module.config.params_dtype)}
 
 
 def _state(policy: Policy, *, loading: bool) -> dict[str, Any]:
     model = policy.module.sharded_state_dict()
     return {
         "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading),
-        "rng": _sharded_rng(),
+        "optimizer": optimizer_state.sharded(policy.optimizer, model, loading=loading),
+        RNG: _sharded_rng(),
     }
 
 
 def _sharded_rng() -> ShardedObject:
     """This rank's random state: one per pipeline stage and tensor rank, data ranks hold replicas."""
     return ShardedObject(
-        "rng",
+        RNG,
         rng_state(),
         (
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_tensor_model_parallel_world_size(),
         ),
         (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
-        replica_id=parallel_state.get_data_parallel_rank(),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
 
 

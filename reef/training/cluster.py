@@ -1,46 +1,37 @@
-"""The trainer as the dispatcher sees it, and the only door to Ray: a placement group with one actor per rank.
+"""The trainer as the dispatcher sees it: one actor per rank, in a placement group on the Ray cluster of this process.
 
-Without RAY_ADDRESS a cluster of this process's own is started, bound to loopback; it ends with this process, however
-that ends. With RAY_ADDRESS an existing one is joined and left running.
+Tensor ranks of one group are on one node; the groups are packed on as few nodes as hold them.
 
 Calls block. One thread at a time may use a `Trainer`, and not always the same one.
 """
 
-import logging
 import os
-import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Read by Ray when it is imported: listen on loopback only, and tell nobody.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+from reef.cluster import room
+from reef.cluster.connection import Connection, connect, disconnect
+from reef.config import Config
+from reef.errors import ReefError, UnavailableError, WorkersLostError
+from reef.training.actor import Surroundings, WorkerActor, WorkerSpec
+from reef.training.architecture import check_layout, read_architecture
+from reef.training.settings import settings
+from reef.training.tensors import check_weights
+from reef.types import Batch, Bucket, Floats, Ids, Probe, Published, StepResult
 
+# isort: split
+# Only now: the connection's module sets what Ray reads when it is imported.
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from reef.config import Config
-from reef.errors import ConfigError, ReefError, WorkersLostError
-from reef.training.actor import WorkerActor, WorkerSpec
-from reef.training.architecture import check_layout, read_architecture
-from reef.training.reaper import Reaper, descendants
-from reef.training.settings import settings
-from reef.types import Batch, Floats, Ids, Probe, Published, StepResult
-
-OBJECT_STORE_BYTES = 128 * 2**20  # holds batches; weights travel over the disk
-KNOCK_TIMEOUT_S = 5
-LONGEST_TEMP_DIR = 20  # bytes; Ray's sockets lie 82 below it, and their paths may have 107
 
 
 class Trainer:
@@ -61,37 +52,42 @@ class Trainer:
         self._settings = settings(config)
         self._world_size = config.training.layout.world_size
         self._timeout_s = config.training.step_timeout_s
-        check_layout(read_architecture(model_path), config.training.layout)
+        architecture = read_architecture(model_path)
+        check_layout(architecture, config.training.layout)
+        check_weights(model_path, architecture)
         self._workers: list[Any] = []
         self._pids: list[int] = []
+        self._addresses: list[str] = []  # of the workers' nodes, by rank
         self._group: Any = None
-        self._temp_dir: Path | None = None  # of a cluster of our own
-        self._temp_link = config.reef.run_dir.absolute() / "ray"  # leads there
-        self._reaper: Reaper | None = None
-        self._end = threading.Event()
+        self._connection: Connection | None = None
+        self._gpus = False  # whether Ray gives each worker one
         self._starting = threading.RLock()  # `stop` may be called while another thread is still in `start`
 
     def start(self) -> None:
         """Start (or join) Ray and the workers, with the base model's weights.
 
         Raises:
-            ConfigError: the model's files are not what config.json says, or RAY_ADDRESS leads nowhere.
+            ConfigError: the model's files are not what config.json says, or the cluster is not there, too small, or
+                does not share this machine's files.
             WorkersLostError: they were not ready within `training.ready-timeout`.
         """
         with self._starting:
             deadline = time.monotonic() + self._config.training.ready_timeout
-            connected: Future[None] = Future()
-            self._end.clear()
-            threading.Thread(target=self._stay_connected, args=(connected,), name="reef-ray", daemon=True).start()
             try:
-                self._await(connected, deadline)
+                self._connect()
                 self._start_workers(deadline)
+            except RayError as error:
+                self.stop()
+                raise WorkersLostError(f"start: Ray failed: {error}") from error
             except BaseException:
                 self.stop()
                 raise
 
     def restart(self) -> None:
-        """Replace the workers by fresh ones with the base model's weights. Raises what `start` raises."""
+        """Replace the workers by fresh ones with the base model's weights. Raises what `start` raises.
+
+        Where a node is gone, and the others have no room, it waits for one up to `training.ready-timeout`.
+        """
         self._end_workers()
         try:
             self._start_workers(time.monotonic() + self._config.training.ready_timeout)
@@ -102,15 +98,9 @@ class Trainer:
         """End the workers, and Ray where it was started here. Safe to call twice; waits for a `start` in work."""
         with self._starting:
             self._end_workers()
-            ray.shutdown()
-            self._end.set()
-            if self._reaper is not None:
-                self._reaper.finish()
-                self._reaper = None
-            if self._temp_dir is not None:
-                shutil.rmtree(self._temp_dir, ignore_errors=True)
-                self._temp_dir = None
-                self._temp_link.unlink(missing_ok=True)
+            if self._connection is not None:
+                disconnect(self._connection)
+                self._connection = None
 
     def ping(self) -> None:
         """Nothing, where every worker is alive and answers."""
@@ -132,14 +122,43 @@ class Trainer:
         result: StepResult = self._first("step", batch)
         return result
 
-    def publish(self, release_id: str, directory: Path) -> Published:
+    def publish(self, release_id: str, directory: Path, on_disk: bool = True) -> Published:
         """Write the current weights to `directory`/`release_id`, complete or not at all, with the probe's answer.
+
+        Args:
+            on_disk: False writes nothing: it only finds what they would be called and weigh.
 
         Raises:
             UnavailableError: the disk refused; the workers are as before.
         """
-        published: Published = self._first("publish", release_id, directory.absolute())
+        published: Published = self._first("publish", release_id, directory.absolute(), on_disk)
         return published
+
+    def listen(self, engine: str) -> tuple[str, int, str]:
+        """Begin a group with an engine, in the place of an older one: host and port where they meet, and the backend.
+
+        Raises:
+            EngineError: rank 0's machine has not the address that Ray knows it by; the workers are as before.
+        """
+        found: tuple[str, int, str] = self._first("listen", engine, self._meeting_host())
+        return found
+
+    def join(self, engine: str, group: str, world_size: int, timeout_s: float) -> None:
+        """Join the group with an engine, as its rank 0; `timeout_s` is for this and for each bucket.
+
+        Raises:
+            EngineError: the engine's ranks did not join in time; the workers are as before.
+        """
+        # Half of what a call may take at most: gathering a bucket takes time too.
+        self._call("join", engine, group, world_size, min(timeout_s, self._timeout_s / 2))
+
+    def send(self, engine: str, bucket: Bucket) -> None:
+        """Send tensors of the current weights to an engine.
+
+        Raises:
+            EngineError: there is no group with it, or it failed and is no more; the workers are as before.
+        """
+        self._call("send", engine, bucket)
 
     def probe(self) -> Probe:
         """The probe sequence and the current weights' log-probabilities of it."""
@@ -151,16 +170,24 @@ class Trainer:
         found: list[Floats] = self._first("logprobs", list(sequences), temperature)
         return found
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint; complete once this returns.
+    def save_begin(self, directory: Path) -> None:
+        """Copy the state; the workers write it while other calls go on. One at a time, until `save_finish` returns."""
+        self._call("save_begin", directory.absolute())
+
+    def save_done(self) -> bool:
+        """Whether `save_finish` will not wait, because the files are written, or were refused."""
+        return all(self._call("save_done"))
+
+    def save_finish(self) -> None:
+        """Wait for what `save_begin` began; the checkpoint is complete once this returns.
 
         Raises:
-            UnavailableError: the disk refused; the workers are as before.
+            UnavailableError: the disk refused; call again to have what was copied written again.
         """
-        self._call("save", directory.absolute())
+        self._call("save_finish")
 
     def restore(self, directory: Path) -> int:
-        """Go back to a checkpoint; return the optimizer steps done by then.
+        """Go back to a checkpoint, which any layout may have written; return the optimizer steps done by then.
 
         Raises:
             LoadFailedError: it is not complete, damaged, or of another trainer (nothing has moved); or it cannot be
@@ -190,112 +217,101 @@ class Trainer:
         """Process ids of the workers, by rank. Asks nobody."""
         return list(self._pids)
 
-    def _stay_connected(self, connected: "Future[None]") -> None:
-        """Connect, then wait for `stop`: the kernel ends Ray's processes with the thread that started them."""
-        try:
-            self._connect()
-        except BaseException as error:  # noqa: BLE001 (raised again by the thread that waits)
-            connected.set_exception(error)
-        else:
-            connected.set_result(None)
-            self._end.wait()
-
-    def _await(self, connected: "Future[None]", deadline: float) -> None:
-        try:
-            connected.result(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            limit_s = self._config.training.ready_timeout
-            raise WorkersLostError(f"Ray did not start within training.ready-timeout ({limit_s:g} s)") from None
-
     def _connect(self) -> None:
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of what is meant here, e.g. of this thread
-        if address := os.environ.get("RAY_ADDRESS"):
-            try:
-                _knock(address)
-                ray.init(address=address, log_to_driver=False, configure_logging=False)
-            except OSError as error:  # Ray's ConnectionError is one too
-                raise ConfigError(f"RAY_ADDRESS is {address}, but no Ray cluster answers there: {error}") from None
-            return
-        # Else Ray keeps a token for its own use in the user's home.
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        self._temp_dir = self._make_temp_dir()
-        ray.init(
-            address="local",
-            num_cpus=self._world_size,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(self._temp_dir / "ray"),  # Ray opens it to all users, but not the one above
-            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
-        )
-        self._reaper = Reaper(self._temp_dir, descendants(str(self._temp_dir)))
-
-    def _make_temp_dir(self) -> Path:
-        """A directory for Ray's files, in the place of one that is still there because the reaper was killed too."""
-        self._temp_link.parent.mkdir(parents=True, exist_ok=True)
-        if self._temp_link.is_symlink():
-            shutil.rmtree(self._temp_link.readlink(), ignore_errors=True)
-            self._temp_link.unlink()
-        parent = tempfile.gettempdir()
-        made = Path(tempfile.mkdtemp(prefix="reef-", dir=parent if len(parent) < LONGEST_TEMP_DIR else "/tmp"))
-        self._temp_link.symlink_to(made)
-        return made
+        try:
+            self._connection = connect(self._config, self._config.training.ready_timeout)
+        except UnavailableError as error:
+            raise WorkersLostError(f"{error.message} (training.ready-timeout)") from error
+        nodes = self._connection.nodes()
+        self._gpus = room.has_gpus(nodes) and self._config.training.devices is None
+        room.check_room(self._config, nodes, self._gpus, self._connection.address, with_engines=False)
 
     def _start_workers(self, deadline: float) -> None:
-        bundle: dict[str, float] = {"CPU": 1.0}
-        if ray.cluster_resources().get("GPU", 0) >= self._world_size:
-            bundle["GPU"] = 1.0
-        self._group = placement_group([bundle] * self._world_size)
-        if not self._group.wait(max(0.0, deadline - time.monotonic())):
-            raise WorkersLostError(f"Ray has no room for {self._world_size} workers of {bundle} each")
+        self._place(deadline)
         remote = ray.remote(WorkerActor)
+        tensor = self._config.training.layout.tensor
         self._workers = [
             remote.options(
                 num_cpus=1,
-                num_gpus=bundle.get("GPU", 0),
+                num_gpus=int(self._gpus),
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank // tensor),
             ).remote()
-            for index in range(self._world_size)
+            for rank in range(self._world_size)
         ]
-        rendezvous = Path(tempfile.mkdtemp(prefix="ranks-", dir=self._rendezvous_dir())) / "store"
-        calls = []
-        for rank, worker in enumerate(self._workers):
-            spec = WorkerSpec(
-                rank=rank,
-                world_size=self._world_size,
-                model_path=self._model_path,
-                rendezvous=rendezvous,
-                settings=self._settings,
-                micro_batch_tokens=self._config.training.micro_batch_tokens,
-            )
-            calls.append(worker.start.remote(spec, self._log_path(rank), self._environment()))
-        self._gather(calls, "start", max(0.0, deadline - time.monotonic()))
-        self._pids = self._gather([worker.pid.remote() for worker in self._workers], "pid", self._timeout_s)
-        shutil.rmtree(rendezvous.parent, ignore_errors=True)
+        meeting = Path(tempfile.mkdtemp(prefix="ranks-", dir=self._meeting_dir()))
+        try:
+            # Apart, for while one refuses here the others do not wait for it to join them.
+            self._each(deadline, "settle", [(self._surroundings(rank, meeting),) for rank in range(self._world_size)])
+            self._each(deadline, "start", [(self._spec(rank, meeting),) for rank in range(self._world_size)])
+            self._pids = self._each(deadline, "pid", [()] * self._world_size)
+        finally:
+            shutil.rmtree(meeting, ignore_errors=True)
 
-    def _rendezvous_dir(self) -> Path:
+    def _each(self, deadline: float, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of every actor, with arguments by rank; the answers by rank."""
+        calls = [getattr(worker, method).remote(*each) for worker, each in zip(self._workers, arguments, strict=True)]
+        return self._gather(calls, method, max(0.0, deadline - time.monotonic()))
+
+    def _spec(self, rank: int, meeting: Path) -> WorkerSpec:
+        return WorkerSpec(
+            rank=rank,
+            world_size=self._world_size,
+            model_path=self._model_path,
+            rendezvous=meeting / "store",
+            settings=self._settings,
+            micro_batch_tokens=self._config.training.micro_batch_tokens,
+        )
+
+    def _surroundings(self, rank: int, meeting: Path) -> Surroundings:
+        devices = self._config.training.devices
+        return Surroundings(
+            log_path=self._config.logs_dir.absolute() / f"trainer-{rank}.log",
+            address=self._addresses[rank],
+            visible_devices=None if devices is None else str(devices[rank]) if devices else "",
+            shared={"inference.model-path": self._model_path, "reef.run-dir": meeting},
+        )
+
+    def _place(self, deadline: float) -> None:
+        """Have room for the workers; find out where."""
+        assert self._connection is not None
+        bundles = room.worker_bundles(self._config, self._gpus)
+        self._group = placement_group(bundles, strategy="PACK")
+        waiting_s = max(0.0, deadline - time.monotonic())
+        if not self._group.wait(waiting_s):
+            free = ray.available_resources()
+            raise self._lost(
+                f"Ray found no room in {waiting_s:.0f} s (training.ready-timeout) for the workers: needed are "
+                f"{room.needed(bundles, [])}; there are {room.there(self._connection.nodes())}; free of all that are "
+                f"{free.get('CPU', 0):g} CPU, {free.get('GPU', 0):g} GPU"
+            )
+        node_of = placement_group_table(self._group)["bundles_to_node_id"]
+        address_of = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+        tensor = self._config.training.layout.tensor
+        self._addresses = [address_of[node_of[rank // tensor]] for rank in range(self._world_size)]
+
+    def _meeting_host(self) -> str:
+        """Where rank 0 listens for engines: loopback, or on a cluster of several machines its own machine's address."""
+        return "127.0.0.1" if self._is_local else self._addresses[0]
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether all workers are on this machine, in a cluster of our own."""
+        return self._connection is not None and self._connection.is_local
+
+    def _meeting_dir(self) -> Path:
         """Where ranks meet: beside Ray's own files, or, when they may be on several machines, in the run directory."""
-        if self._temp_dir is not None:
-            return self._temp_dir
+        if self._connection is not None and self._connection.temp_dir is not None:
+            return self._connection.temp_dir
         run_dir = self._config.reef.run_dir.absolute()
         run_dir.mkdir(parents=True, exist_ok=True)
         return run_dir
-
-    def _environment(self) -> dict[str, str]:
-        """Ranks on one machine speak over loopback; on several, gloo and nccl find their own interface."""
-        return {"GLOO_SOCKET_IFNAME": "lo"} if self._temp_dir is not None else {}
-
-    def _log_path(self, rank: int) -> Path:
-        return self._config.logs_dir.absolute() / f"trainer-{rank}.log"
 
     def _end_workers(self) -> None:
         for worker in self._workers:
             with suppress(RayError, ValueError):  # ended already
                 ray.kill(worker)
-        if self._temp_dir is not None:  # they are here, and one that is stopped does not hear Ray
+        if self._is_local:  # they are here, and one that is stopped does not hear Ray
             for pid in self._pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -334,21 +350,19 @@ class Trainer:
                 answers[ready[0]] = ray.get(ready[0])
             except RayTaskError as error:
                 if not isinstance(error.cause, ReefError):
-                    raise self._lost(f"{method} of rank {calls.index(ready[0])} failed: {error.cause!r}") from error
+                    raise self._lost(
+                        f"{method} of {self._rank(calls.index(ready[0]))} failed: {error.cause!r}"
+                    ) from error
                 refused = error.cause
             except RayError as error:
-                raise self._lost(f"{method}: rank {calls.index(ready[0])} died") from error
+                raise self._lost(f"{method}: {self._rank(calls.index(ready[0]))} died") from error
         if refused is not None:
             raise refused
         return [answers[call] for call in calls]
 
+    def _rank(self, rank: int) -> str:
+        return f"rank {rank}" if self._is_local else f"rank {rank} on node {self._addresses[rank]}"
+
     def _lost(self, what: str) -> WorkersLostError:
         self._end_workers()
         return WorkersLostError(f"{what}; the workers were ended; their logs: {self._config.logs_dir}/trainer-*.log")
-
-
-def _knock(address: str) -> None:
-    """Fail at once where nothing listens: Ray itself takes minutes to give up. Other forms than host:port pass."""
-    host, _, port = address.rpartition(":")
-    if port.isdigit():
-        socket.create_connection((host, int(port)), KNOCK_TIMEOUT_S).close()

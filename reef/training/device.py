@@ -2,7 +2,8 @@
 
 Megatron-Core 0.16.1 asks for CUDA in three ways, and runs unchanged on a CPU once each has an answer:
 
-- it calls functions of `torch.cuda` (current device, synchronise, random state): `install` gives them CPU ones;
+- it calls functions of `torch.cuda` (current device, synchronise, random state, a stream for the experts' counts):
+  `install` gives them CPU ones;
 - its schedule, DDP and optimizer write `device="cuda"`, `.cuda()`, and check `.type()` against CUDA names:
   `megatron_calls` translates those while such code runs;
 - neither happens inside the model's own forward pass, and a function mode costs a little on every torch call, so
@@ -12,7 +13,7 @@ Numbers are computed by the same Megatron code as on a GPU, in the same order of
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def has_transformer_engine() -> bool:
+    """True where NVIDIA's kernels are installed for the GPU that trains."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return has_cuda() and bool(HAVE_TE)
+
+
 def current() -> torch.device:
     """The device of this process."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
@@ -42,10 +50,18 @@ def backend() -> str:
 
 
 def install() -> None:
-    """Answer Megatron's calls into `torch.cuda` on a CPU. Once per process is enough; again does no harm."""
+    """Answer Megatron's calls into `torch.cuda` on a CPU. Once per process is enough; again does no harm.
+
+    Without Transformer Engine, on any device, the router of Megatron's experts lacks a name: it gets it.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not moe_utils.HAVE_TE:
+        _patch(moe_utils, te_general_gemm=None)  # 0.16.1 asks whether it is None, and imports it with the rest alone
     if has_cuda():
         return
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def nothing(*_args: Any, **_kwargs: Any) -> None:
         return None
@@ -69,11 +85,21 @@ def install() -> None:
         manual_seed=seed,
     )
     _patch(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    # Experts: there is no stream on which counts of tokens would be copied to the CPU; they are there.
+    _patch(MoEAlltoAllTokenDispatcher, cuda_dtoh_stream=CPU, _maybe_dtoh_and_synchronize=_counts_are_here)
 
 
-def _patch(module: Any, **functions: Callable[..., Any]) -> None:
-    for name, function in functions.items():
-        setattr(module, name, function)
+def _patch(owner: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def _counts_are_here(dispatcher: Any, _point: str, tokens_per_expert: Any = None) -> Any:
+    """What Megatron makes of counts once they are on the CPU: sizes of messages as numbers."""
+    for name in ("input_splits", "output_splits"):
+        if isinstance(sizes := getattr(dispatcher, name), torch.Tensor):
+            setattr(dispatcher, name, sizes.tolist())
+    return tokens_per_expert
 
 
 class _CudaAsCpu(TorchFunctionMode):

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from reef.errors import UnavailableError
 
 
@@ -20,9 +18,16 @@ def storing(target: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, CheckpointException) as error:
-        reason = str(error).splitlines()[-1]  # torch tells the story of every rank
-        raise UnavailableError(f"cannot write {target}: {reason}", retry_after_s=1) from error
+    except OSError as error:
+        raise UnavailableError(f"cannot write {target}: {error}", retry_after_s=1) from error
+
+
+def refusal(error: BaseException) -> OSError | None:
+    """What the disk said, where a library made another error of it; None: it said nothing."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found
 
 
 def write(path: Path, data: bytes) -> None:
@@ -42,21 +47,26 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def partial(directory: Path) -> Path:
+    """Where `directory` is filled before it has its name."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
 def begin(directory: Path) -> Path:
     """An empty directory beside `directory`, to be filled and handed to `finish`. One left by a crash is removed."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
+    made = partial(directory)
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    return made
 
 
-def finish(partial: Path, directory: Path) -> None:
+def finish(filled: Path, directory: Path) -> None:
     """Give a filled directory its name, in the place of one that had it."""
-    sync(partial)
+    sync(filled)
     old = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
         directory.rename(old)
-    partial.rename(directory)
+    filled.rename(directory)
     sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)

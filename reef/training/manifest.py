@@ -20,6 +20,7 @@ MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"  # the last file of a trainer checkpoint: without it there is none
 WEIGHT_SUFFIX = ".safetensors"
 _CHUNK_BYTES = 1 << 20
+Vouched = tuple[str, int]  # a file's sha256 (hex) and size in bytes
 
 
 def content_id(digests: Mapping[str, str]) -> str:
@@ -93,13 +94,15 @@ def verify(directory: Path) -> Published:
     return published
 
 
-def dump_complete(directory: Path, steps_done: int) -> bytes:
-    """The text of COMPLETE for the checkpoint whose other files `directory` holds."""
-    files = {
-        path.name: {"sha256": sha256_of(path), "size_bytes": path.stat().st_size}
-        for path in sorted(directory.iterdir())
-    }
-    return json.dumps({"steps_done": steps_done, "files": files}, indent=1).encode()
+def vouch(path: Path) -> Vouched:
+    """A file's hash and size."""
+    return sha256_of(path), path.stat().st_size
+
+
+def dump_complete(steps_done: int, files: Mapping[str, Vouched]) -> bytes:
+    """The text of COMPLETE for the checkpoint whose other files are these."""
+    entries = {name: {"sha256": sha, "size_bytes": size} for name, (sha, size) in sorted(files.items())}
+    return json.dumps({"steps_done": steps_done, "files": entries}, indent=1).encode()
 
 
 def check_checkpoint(directory: Path) -> None:

@@ -1,6 +1,7 @@
-"""The padded arrays that a microbatch becomes.
+"""The arrays that a microbatch becomes: a padded row for each sequence, or one row of all of them end to end.
 
-Shape letters: B rows of a microbatch, T its padded length or the tokens of one sequence.
+End to end (`thd`, as Megatron calls it) needs an attention that keeps the sequences apart: Transformer Engine's.
+Shape letters: B rows of a microbatch, T its length.
 """
 
 from collections.abc import Sequence
@@ -8,62 +9,103 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from reef.types import Floats, Ids, Sample
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How sequences lie in a microbatch."""
+
+    packed: bool = False  # all in one row
+    divisor: int = 1  # of a row's length: the tensor ranks that share it out (sequence parallelism)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Padded arrays of one microbatch. Position t of each array is about the prediction of token t + 1.
+    """Arrays of one microbatch. Position t of each array is about the prediction of token t + 1 of its sequence.
 
     Rows are padded on the right: attention is causal, so no real position sees the padding.
     """
 
     ids: torch.Tensor  # [B, T] int64
-    positions: torch.Tensor  # [B, T] int64
-    targets: torch.Tensor  # [B, T] int64, the next token; 0 in the last column
-    temperature: torch.Tensor  # [B, 1] float32
+    positions: torch.Tensor  # [B, T] int64, from 0 in each sequence
+    targets: torch.Tensor  # [B, T] int64, the next token; 0 where a row ends
+    temperature: torch.Tensor  # [B, T] float32
     mask: torch.Tensor  # [B, T] bool, True where the next token was sampled
     old_logprobs: torch.Tensor  # [B, T] float32
     advantages: torch.Tensor  # [B, T] float32
     weights: torch.Tensor  # [B, T] float32
+    starts: tuple[tuple[int, int], ...]  # row and first position of each sequence
+    packed: PackedSeqParams | None  # where sequences begin in the one row; None: a row each
 
 
 def collate(
-    samples: Sequence[Sample], advantages: Sequence[Floats], weights: Sequence[Floats], device: torch.device
+    samples: Sequence[Sample],
+    advantages: Sequence[Floats],
+    weights: Sequence[Floats],
+    device: torch.device,
+    form: Form = Form(),
 ) -> Microbatch:
-    """Pad samples to one width. Without samples: one row of one masked token, so that a rank still joins the call."""
-    rows, width = max(1, len(samples)), max((len(s.tokens) for s in samples), default=1)
-    ids = np.zeros((rows, width), np.int64)
-    mask = np.zeros((rows, width), np.bool_)
-    floats = np.zeros((3, rows, width), np.float32)
-    temperature = np.ones((rows, 1), np.float32)
-    for row, sample in enumerate(samples):
-        end = len(sample.tokens)
-        ids[row, :end] = sample.tokens
-        mask[row, : end - 1] = sample.mask[1:]
-        for plane, values in zip(floats, (sample.logprobs, advantages[row], weights[row]), strict=True):
-            plane[row, : end - 1] = values[1:]
-        temperature[row] = sample.temperature
-    return _microbatch(ids, temperature, mask, floats, device)
+    """Lay samples out. Without samples: one row of masked tokens, so that a rank still joins the call."""
+    lengths = [len(sample.tokens) for sample in samples] or [1]
+    starts, shape = _lay(lengths, form)
+    ids = np.zeros(shape, np.int64)
+    mask = np.zeros(shape, np.bool_)
+    floats = np.zeros((3, *shape), np.float32)
+    temperature = np.ones(shape, np.float32)
+    for i, sample in enumerate(samples):
+        row, start = starts[i]
+        here, last = slice(start, start + lengths[i]), slice(start, start + lengths[i] - 1)
+        ids[row, here] = sample.tokens
+        temperature[row, here] = sample.temperature
+        mask[row, last] = sample.mask[1:]
+        for plane, values in zip(floats, (sample.logprobs, advantages[i], weights[i]), strict=True):
+            plane[row, last] = values[1:]
+    return _microbatch(ids, temperature, mask, floats, starts, lengths, form, device)
 
 
-def collate_ids(sequences: Sequence[Ids], temperature: float, device: torch.device) -> Microbatch:
-    """Pad bare sequences, for log-probabilities alone."""
-    width = max(len(sequence) for sequence in sequences)
-    ids = np.zeros((len(sequences), width), np.int64)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = sequence
-    temperatures = np.full((len(sequences), 1), temperature, np.float32)
-    return _microbatch(ids, temperatures, np.zeros(ids.shape, np.bool_), np.zeros((3, *ids.shape), np.float32), device)
+def collate_ids(sequences: Sequence[Ids], temperature: float, device: torch.device, form: Form = Form()) -> Microbatch:
+    """Lay bare sequences out, for log-probabilities alone."""
+    lengths = [len(sequence) for sequence in sequences]
+    starts, shape = _lay(lengths, form)
+    ids = np.zeros(shape, np.int64)
+    for (row, start), sequence in zip(starts, sequences, strict=True):
+        ids[row, start : start + len(sequence)] = sequence
+    temperatures = np.full(shape, temperature, np.float32)
+    nothing = np.zeros((3, *shape), np.float32)
+    return _microbatch(ids, temperatures, np.zeros(shape, np.bool_), nothing, starts, lengths, form, device)
+
+
+def _lay(lengths: Sequence[int], form: Form) -> tuple[tuple[tuple[int, int], ...], tuple[int, int]]:
+    """Row and first position of each sequence, and the arrays' shape."""
+    length = sum(lengths) if form.packed else max(lengths)
+    length += -length % form.divisor
+    if not form.packed:
+        return tuple((row, 0) for row in range(len(lengths))), (len(lengths), length)
+    ends = np.cumsum(lengths).tolist()
+    return tuple((0, start) for start in [0, *ends[:-1]]), (1, length)
 
 
 def _microbatch(
-    ids: np.ndarray, temperature: np.ndarray, mask: np.ndarray, floats: np.ndarray, device: torch.device
+    ids: np.ndarray,
+    temperature: np.ndarray,
+    mask: np.ndarray,
+    floats: np.ndarray,
+    starts: tuple[tuple[int, int], ...],
+    lengths: Sequence[int],
+    form: Form,
+    device: torch.device,
 ) -> Microbatch:
+    rows, length = ids.shape
     targets = np.zeros_like(ids)
     targets[:, :-1] = ids[:, 1:]
-    positions = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
+    if form.packed:  # what fills the row up is a sequence too, so that attention covers the whole row
+        lengths = [*lengths, length - sum(lengths)] if sum(lengths) < length else lengths
+        positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    else:
+        positions = np.tile(np.arange(length), (rows, 1))
     old_logprobs, advantages, weights = floats
 
     def tensor(values: np.ndarray) -> torch.Tensor:
@@ -78,4 +120,13 @@ def _microbatch(
         old_logprobs=tensor(old_logprobs),
         advantages=tensor(advantages),
         weights=tensor(weights),
+        starts=starts,
+        packed=_packed(tensor(np.cumsum([0, *lengths], dtype=np.int32)), max(lengths)) if form.packed else None,
+    )
+
+
+def _packed(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
+    """What Megatron tells attention and rotary embedding: bounds [sequences + 1] int32."""
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
     )

@@ -1,6 +1,6 @@
 """Passes over microbatches through Megatron's schedule: one that trains, one that only scores.
 
-Shape letters: B rows, T padded length, V vocabulary entries of this tensor rank.
+Shape letters: B rows, T their length, V vocabulary entries of this tensor rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ def train_pass(policy: Policy, microbatches: Sequence[Microbatch], method: Metho
 
 @torch.no_grad()
 def score_pass(policy: Policy, microbatch: Microbatch) -> Floats | None:
-    """Log-probabilities [B, T] of each row's next tokens; None on ranks without the last pipeline stage."""
+    """Log-probabilities [B, T] of each position's next token; None on ranks without the last pipeline stage."""
     policy.model.eval()
     passed = _run(policy, [microbatch], _score, forward_only=True)
     return passed[0]["logprobs"].cpu().numpy() if passed else None
@@ -53,7 +53,7 @@ def _run(
     def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         microbatch = next(batches)
         with device.model_calls():
-            output = model(microbatch.ids, microbatch.positions, None)
+            output = model(microbatch.ids, microbatch.positions, None, packed_seq_params=microbatch.packed)
         return output, partial(_apply, loss, microbatch)
 
     with device.megatron_calls():
@@ -79,7 +79,7 @@ def _apply(
 
 
 def token_logprobs(microbatch: Microbatch, logits_BTV: torch.Tensor) -> torch.Tensor:
-    """Log-probability [B, T] of each next token at its row's temperature, in float32; over all tensor ranks."""
+    """Log-probability [B, T] of each next token at its own temperature, in float32; over all tensor ranks."""
     # The division also makes the copy that Megatron's cross-entropy needs: it overwrites float32 logits.
     scaled = logits_BTV.float() / microbatch.temperature[..., None]
     loss: torch.Tensor = vocab_parallel_cross_entropy(scaled, microbatch.targets)

@@ -1,24 +1,23 @@
 """From serve.yaml to `Batch.settings`: everything that decides a step, as JSON values, stored with the batch.
 
-A step takes method, optimizer and threads from its batch, so that a replay repeats it under a changed serve.yaml.
-Layout, dtype and seed are the workers' own: where they were changed, the dispatcher refuses the replay and names the
-setting.
+A step takes method, optimizer and threads from its batch, so that a replay repeats it under a changed serve.yaml. What
+workers are built with is their own: dtype and seed must be as they were, and under another layout a replay's bits may
+differ (see `reef.recovery`). Recomputing activations is the workers' own too, and changes no number.
+
+A batch of an earlier Reef lacks the settings that came later: they had their defaults then.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from reef.config import Config, OptimizerOptions
-from reef.errors import ConfigError
+from reef.config import Config, Layout, OptimizerOptions
+
+BUILT_WITH = ("use_distributed_optimizer", "overlap_grad_reduce")  # options that change the order of sums
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """The settings of a batch reserved now.
-
-    Raises:
-        ConfigError: the optimizer's settings contradict each other.
-    """
+    """The settings of a batch reserved now."""
     training = config.training
-    check_options(training.options)
     return {
         "method": {"name": config.recipe.implementation, **config.recipe.config.model_dump(mode="json")},
         "optimizer": training.options.model_dump(mode="json"),
@@ -29,19 +28,22 @@ def settings(config: Config) -> dict[str, Any]:
     }
 
 
-def check_options(options: OptimizerOptions) -> None:
-    """Refuse a schedule that Megatron would only assert against.
+def layout_of(settings: Mapping[str, Any]) -> Layout:
+    """How the model is spread over the workers of these settings."""
+    return Layout.model_validate(settings["layout"])
 
-    Raises:
-        ConfigError: names the two settings that contradict each other.
-    """
-    if options.min_lr > options.lr:
-        raise ConfigError(
-            f"training.options.min-lr is {options.min_lr}, above lr ({options.lr})", param="training.options.min-lr"
-        )
-    if options.lr_decay_style != "constant" and options.lr_warmup_steps >= options.lr_decay_steps:
-        raise ConfigError(
-            f"training.options.lr-warmup-steps is {options.lr_warmup_steps}; it must be below lr-decay-steps "
-            f"({options.lr_decay_steps})",
-            param="training.options.lr-warmup-steps",
-        )
+
+def options_of(settings: Mapping[str, Any]) -> OptimizerOptions:
+    """Optimizer and schedule of these settings."""
+    return OptimizerOptions.model_validate(settings["optimizer"])
+
+
+def built_with(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the workers of these settings are built with, and no batch can change: values by the setting's name."""
+    layout, options = layout_of(settings).model_dump(by_alias=True), options_of(settings)
+    return {
+        **{f"training.layout.{name}": value for name, value in layout.items()},
+        **{f"training.options.{name.replace('_', '-')}": getattr(options, name) for name in BUILT_WITH},
+        "training.dtype": settings["dtype"],
+        "training.seed": settings["seed"],
+    }

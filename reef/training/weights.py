@@ -1,6 +1,6 @@
 """Hugging Face weights on disk: one safetensors file, or several with an index. Read in slices, never whole."""
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,9 @@ import torch
 from safetensors import safe_open
 
 from reef.errors import ConfigError, LoadFailedError
+from reef.training.headers import read_headers
 from reef.training.manifest import verify
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -21,10 +20,18 @@ class WeightFiles:
     """Which tensors a model directory holds, in which files and with which dtype."""
 
     directory: Path
-    files: Mapping[str, str]  # file name by tensor name
+    files: Mapping[str, str]  # file name by tensor name, in the order of each file's data
     dtypes: Mapping[str, torch.dtype]  # by tensor name
     shapes: Mapping[str, tuple[int, ...]]  # by tensor name
-    metadata: Mapping[str, dict[str, str]]  # each file's own, by file name
+    headers: Mapping[str, bytes]  # what each file begins with, by file name: all but its tensors' bytes
+
+    def names_in(self, file_name: str) -> list[str]:
+        """The tensors of one file, in the order of their bytes."""
+        return [name for name, file in self.files.items() if file == file_name]
+
+    def size_bytes(self, name: str) -> int:
+        """Bytes of a tensor on disk."""
+        return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     def read(self, name: str, split: int | None, rank: int, size: int) -> torch.Tensor:
         """Read rank's part of a tensor, cut into `size` along dimension `split` (None: all of it)."""
@@ -43,36 +50,17 @@ def open_weights(model_path: Path) -> WeightFiles:
     """Find the tensors of a model directory.
 
     Raises:
-        ConfigError: there are no safetensors, a file named by the index is missing, or a dtype is not a float's.
+        ConfigError: as `read_headers`.
     """
-    index = model_path / INDEX_FILE
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    elif (model_path / SINGLE_FILE).is_file():
-        names = [SINGLE_FILE]
-    else:
-        raise ConfigError(f"{model_path} holds neither {SINGLE_FILE} nor {INDEX_FILE}", param="inference.model-path")
-    files: dict[str, str] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    metadata: dict[str, dict[str, str]] = {}
-    for file_name in names:
-        if not (model_path / file_name).is_file():
-            raise ConfigError(f"{index} names {file_name}, which is missing", param="inference.model-path")
-        with safe_open(model_path / file_name, framework="pt") as file:
-            metadata[file_name] = file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                view = file.get_slice(name)
-                dtype = view.get_dtype()
-                if dtype not in _DTYPES:
-                    raise ConfigError(
-                        f"{model_path / file_name}: {name} is {dtype}; Reef trains {', '.join(_DTYPES)}",
-                        param="inference.model-path",
-                    )
-                files[name] = file_name
-                dtypes[name] = _DTYPES[dtype]
-                shapes[name] = tuple(view.get_shape())
-    return WeightFiles(model_path, files, dtypes, shapes, metadata)
+    headers = read_headers(model_path)
+    tensors = [(file, name, found) for file, header in headers.items() for name, found in header.tensors.items()]
+    return WeightFiles(
+        directory=model_path,
+        files={name: file for file, name, _ in tensors},
+        dtypes={name: _DTYPES[found.dtype] for _, name, found in tensors},
+        shapes={name: found.shape for _, name, found in tensors},
+        headers={file: header.raw for file, header in headers.items()},
+    )
 
 
 def open_release(directory: Path, base: WeightFiles) -> WeightFiles:

@@ -8,22 +8,26 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from reef.config import Layout, OptimizerOptions
 from reef.errors import ReefError
 from reef.faults import reach
 from reef.methods.base import Method
 from reef.methods.base import build as build_method
-from reef.training import checkpoint, convert, device, durable, megatron
+from reef.training import checkpoint, device, durable, megatron, optimizer
 from reef.training.actor import WorkerSpec
 from reef.training.architecture import check_layout, read_architecture
 from reef.training.digest import digest
+from reef.training.gather import gather
 from reef.training.packing import split
-from reef.training.padding import Microbatch, collate, collate_ids
+from reef.training.padding import Form, Microbatch, collate, collate_ids
 from reef.training.passes import score_pass, train_pass
-from reef.training.publish import gather, publish
+from reef.training.publish import publish
 from reef.training.ranks import from_rank_0
+from reef.training.saving import Saving
+from reef.training.send import Sender
+from reef.training.settings import layout_of, options_of
+from reef.training.tensors import check_weights
 from reef.training.weights import open_release, open_weights
-from reef.types import Batch, Floats, Ids, Probe, Published, StepResult
+from reef.types import Batch, Bucket, Floats, Ids, Probe, Published, StepResult
 
 PROBE_TOKENS = 32
 
@@ -40,22 +44,30 @@ class MegatronWorker:
         self._spec = spec
         torch.set_num_threads(spec.settings["threads"])
         architecture = read_architecture(spec.model_path)
-        layout = Layout.model_validate(spec.settings["layout"])
+        layout, options = layout_of(spec.settings), options_of(spec.settings)
         check_layout(architecture, layout)
+        check_weights(spec.model_path, architecture)
         self._weights = open_weights(spec.model_path)
-        convert.check_names(architecture, self._weights.files)
         megatron.join_ranks(spec.rank, spec.world_size, layout, spec.rendezvous, spec.settings["seed"])
         try:
-            self._policy = megatron.build(architecture, layout, spec.settings["dtype"], self._weights)
+            self._policy = megatron.build(architecture, layout, spec.settings["dtype"], options, self._weights)
         except ReefError:
             megatron.leave_ranks()
             raise
+        self._form = Form(
+            packed=megatron.packs(spec.settings["dtype"]), divisor=layout.tensor if layout.sequence_parallel else 1
+        )
         self._probe_ids = _probe_ids(architecture.vocab_size)
         self._steps_done = 0
         self._first_rng = checkpoint.rng_state()
+        self._saving: Saving | None = None
+        self._sender = Sender()  # rank 0's
 
     def close(self) -> None:
         """Leave the process groups; the worker is of no use afterwards."""
+        if self._saving is not None:
+            self._saving.join()
+        self._sender.close()
         megatron.leave_ranks()
 
     def step(self, batch: Batch) -> StepResult:
@@ -67,14 +79,13 @@ class MegatronWorker:
         started = time.perf_counter()
         torch.set_num_threads(batch.settings["threads"])
         method = build_method(batch.settings["method"])
-        options = OptimizerOptions.model_validate(batch.settings["optimizer"])
         rng = checkpoint.rng_state()
         megatron.zero_gradients(self._policy)
         try:
             passed = train_pass(self._policy, self._microbatches(batch, method), method)
             forward_backward = time.perf_counter()
-            lr = megatron.apply_options(self._policy.optimizer, options, self._steps_done)
-            grad_norm = megatron.update(self._policy)
+            lr = optimizer.apply_options(self._policy.optimizer, options_of(batch.settings), self._steps_done)
+            grad_norm = optimizer.update(self._policy.optimizer)
         except ReefError:
             checkpoint.set_rng_state(rng)
             raise
@@ -112,6 +123,7 @@ class MegatronWorker:
                     [advantages[i] for i in rows],
                     [weights[i] for i in rows],
                     device.current(),
+                    self._form,
                 )
             )
         return collated
@@ -121,12 +133,12 @@ class MegatronWorker:
         result: list[Floats] = [np.zeros(0, np.float32)] * len(sequences)
         scored = False
         for positions in split([len(s) for s in sequences], self._spec.micro_batch_tokens):
-            microbatch = collate_ids([sequences[i] for i in positions], temperature, device.current())
+            microbatch = collate_ids([sequences[i] for i in positions], temperature, device.current(), self._form)
             logprobs_BT = score_pass(self._policy, microbatch)
             if logprobs_BT is not None:
                 scored = True
-                for row, i in enumerate(positions):
-                    result[i] = logprobs_BT[row, : len(sequences[i]) - 1].copy()
+                for (row, start), i in zip(microbatch.starts, positions, strict=True):
+                    result[i] = logprobs_BT[row, start : start + len(sequences[i]) - 1].copy()
         return result if scored else None
 
     def probe(self) -> Probe | None:
@@ -134,18 +146,47 @@ class MegatronWorker:
         found = self.logprobs([self._probe_ids], 1.0)
         return None if found is None else Probe(tuple(self._probe_ids.tolist()), tuple(found[0].tolist()))
 
-    def publish(self, release_id: str, directory: Path) -> Published | None:
+    def publish(self, release_id: str, directory: Path, on_disk: bool = True) -> Published | None:
         """Write the current weights as `directory`/`release_id`; the answer is rank 0's, others return None.
+
+        Args:
+            on_disk: False only names them: what they would be called and weigh.
 
         Raises:
             UnavailableError: the disk refused; nothing has moved, try again.
         """
         probe = self._probe_for_rank_0()
-        tensors = gather(self._policy)
-        if tensors is None or probe is None:
-            return None
         with durable.storing(directory / release_id):
-            return publish(tensors, self._weights, probe, release_id, directory)
+            return publish(self._policy, self._weights, probe, release_id, directory, on_disk=on_disk)
+
+    def listen(self, engine: str, host: str) -> tuple[str, int, str] | None:
+        """Begin a group with an engine: where its ranks meet, and the backend. Rank 0 answers, others do nothing.
+
+        Raises:
+            EngineError: `host` is no address of rank 0's machine.
+        """
+        if self._spec.rank:
+            return None
+        return (*self._sender.listen(engine, host), device.backend())
+
+    def join(self, engine: str, group: str, world_size: int, timeout_s: float) -> None:
+        """Join the group with an engine, as its rank 0. Other ranks do nothing.
+
+        Raises:
+            EngineError: as `Sender.join`.
+        """
+        if self._spec.rank == 0:
+            self._sender.join(engine, group, world_size, timeout_s)
+
+    def send(self, engine: str, bucket: Bucket) -> None:
+        """Bring some tensors to rank 0, which sends them to an engine. Every rank must call.
+
+        Raises:
+            EngineError: as `Sender.send`, on rank 0.
+        """
+        tensors = gather(self._policy, bucket.names)
+        if tensors is not None:
+            self._sender.send(engine, bucket, tensors)
 
     def _probe_for_rank_0(self) -> Probe | None:
         probe = self.probe()
@@ -156,21 +197,43 @@ class MegatronWorker:
         return next(candidate for candidate in found if candidate is not None)
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint, complete once this returns.
 
         Raises:
             UnavailableError: the disk refused; nothing has moved, try again.
         """
-        with durable.storing(directory):
-            checkpoint.save(directory, self._policy, self._steps_done)
+        self.save_begin(directory)
+        try:
+            self.save_finish()
+        finally:
+            self._saving = None
+
+    def save_begin(self, directory: Path) -> None:
+        """Copy this rank's share of the state and have it written while other calls go on. One at a time."""
+        assert self._saving is None, "the checkpoint before is not finished"
+        self._saving = Saving(directory, checkpoint.copy(self._policy, self._steps_done))
+
+    def save_done(self) -> bool:
+        """Whether this rank has written its share, or was refused: `save_finish` will not wait for it."""
+        return self._saving is None or self._saving.done()
+
+    def save_finish(self) -> None:
+        """Wait for what `save_begin` began; the checkpoint is complete once this returns.
+
+        Raises:
+            UnavailableError: the disk refused; call again to have the same copies written again.
+        """
+        assert self._saving is not None, "no checkpoint was begun"
+        self._saving.finish()
+        self._saving = None
 
     def restore(self, directory: Path) -> int:
-        """Go back to a checkpoint; return the optimizer steps done by then.
+        """Go back to a checkpoint, which any layout may have written; return the optimizer steps done by then.
 
         Raises:
             LoadFailedError: as `checkpoint.restore`, on every rank.
         """
-        self._steps_done = checkpoint.restore(directory, self._policy)
+        self._steps_done = checkpoint.restore(directory, self._policy, self._first_rng)
         return self._steps_done
 
     def load_weights(self, directory: Path) -> None:
@@ -184,7 +247,7 @@ class MegatronWorker:
     def reset(self) -> None:
         """Go back to what the worker was when it was made: the base model's weights, and no step taken."""
         megatron.load_weights(self._policy, self._weights)
-        megatron.forget_steps(self._policy.optimizer)
+        optimizer.forget_steps(self._policy.optimizer)
         checkpoint.set_rng_state(self._first_rng)
         self._steps_done = 0
 

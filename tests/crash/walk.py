@@ -56,6 +56,7 @@ OWNERS = {
     "load.loaded": "service",
     "load.resumed": "service",
     "load.verified": "service",
+    "checkpoint.files": "worker",
     "checkpoint.writing": "worker",
     "checkpoint.complete": "worker",
     "recovery.begin": "service",

@@ -33,9 +33,12 @@ from transformers import (
 
 from reef.config import Config
 from reef.config import load as load_config
+from reef.engines.host import EngineHost
 from reef.types import Generation, Published, Request, Sampling
 
 START_TIMEOUT_S = 60
+SGLANG_START_TIMEOUT_S = 300  # 15 s, on busy cores a minute
+NUM_ROWS = 24  # sequences that the contract servers run at once; more wait
 EOS = 2
 SIZES = {
     "vocab_size": 300,
@@ -134,8 +137,11 @@ class Server:
     url: str
     path: Path
     """The model it was started with."""
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
+    """None: it has another owner."""
     client: httpx.Client
+    kind: str = "embedded"
+    """Or "sglang"."""
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
 
     def post(self, route: str, **body: Any) -> httpx.Response:
@@ -177,13 +183,25 @@ class Server:
         next(events)
         return self.pool.submit(lambda: list(events)[-1])
 
+    def num_in_work(self) -> int:
+        """Sequences that run or wait."""
+        (load,) = self.get("/v1/loads").json()["loads"]
+        return int(load["num_running_reqs"] + load["num_waiting_reqs"])
+
+    def await_in_work(self, wanted: Callable[[int], bool], timeout_s: float) -> None:
+        """Return once so many sequences are in work."""
+        deadline = time.monotonic() + timeout_s
+        while not wanted(num := self.num_in_work()):
+            assert time.monotonic() < deadline, f"{num} sequences are in work after {timeout_s} s"
+            time.sleep(0.02)
+
     def load(self, path: Path, version: str, **options: Any) -> httpx.Response:
         return self.post("/update_weights_from_disk", model_path=str(path), weight_version=version, **options)
 
     def stop(self) -> None:
         self.pool.shutdown(cancel_futures=True)
         self.client.close()
-        if self.process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
                 self.process.wait(10)
@@ -224,13 +242,24 @@ def start_embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSe
         server.stop()
 
 
-@pytest.fixture(scope="session", params=["embedded"])
+@pytest.fixture(scope="package", params=["embedded", "sglang"])
 def contract_server(
-    request: pytest.FixtureRequest, start_embedded: StartServer, model_dir: Callable[[str], Path]
-) -> Server:
-    """The servers that the contract suite runs against, started with model `qwen3-a`."""
-    assert request.param == "embedded"
-    return start_embedded(model_dir("qwen3-a"), "--weight-version", "v0")
+    request: pytest.FixtureRequest,
+    config: Callable[..., Config],
+    model_dir: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    """The servers that the contract suite runs against, started as Reef starts them, with model `qwen3-a`."""
+    settings = ("--inference.backend", request.param, "--inference.options.max-running-requests", str(NUM_ROWS))
+    host = EngineHost(config(tmp_path_factory.mktemp(request.param), *settings), "engine-0")
+    path = model_dir("qwen3-a")
+    with asyncio.Runner() as runner:
+        url = runner.run(host.start(str(path), "v0", SGLANG_START_TIMEOUT_S))
+        client = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=128))
+        server = Server(url, path, None, client, request.param)
+        yield server
+        server.stop()
+        runner.run(host.stop())
 
 
 @pytest.fixture
@@ -272,6 +301,10 @@ class FakeHost:
     @property
     def pid(self) -> int | None:
         return None if self._gone.is_set() or not self.engines else 1
+
+    @property
+    def key(self) -> str | None:
+        return None
 
     @property
     def engine(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import threading
 import time
 
 import numpy as np
@@ -88,8 +89,9 @@ def test_only_what_differs_from_neutral_is_sent(fake_engine) -> None:
 
 
 def test_every_sampling_field_is_sent_under_the_engines_name(fake_engine) -> None:
-    fake_engine.answers["/generate"] = lambda http, body: [fake_engine.generation(IDS)] * 2
-    generate(
+    stream_ends = {**fake_engine.generation(IDS), "index": 0}, {**fake_engine.generation(IDS), "index": 1}
+    fake_engine.answers["/generate"] = fake_engine.events(*stream_ends)
+    stream(
         fake_engine,
         request(
             n=2, top_logprobs=3, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, presence_penalty=0.2,
@@ -234,10 +236,21 @@ def test_ids_that_are_not_whole_numbers_are_refused(fake_engine) -> None:
         generate(fake_engine)
 
 
-@pytest.mark.parametrize("num_answered", [1, 3])
-def test_another_number_of_choices_than_asked_for_is_refused(fake_engine, num_answered) -> None:
-    fake_engine.answers["/generate"] = lambda http, body: [fake_engine.generation(IDS)] * num_answered
-    with pytest.raises(EngineError, match=f"answered {num_answered} choices, 2 were asked for"):
+def test_whole_choices_are_asked_for_as_a_stream_of_few_events_and_come_in_order(fake_engine) -> None:
+    events = [{**fake_engine.generation([20 + choice]), "index": choice} for choice in (1, 0)]
+    fake_engine.answers["/generate"] = fake_engine.events(*events)
+    made = generate(fake_engine, request(n=2))
+    assert [generation.output_ids.tolist() for generation in made] == [[20], [21]]
+    _, body = fake_engine.calls[-1]
+    assert body["stream"] is True
+    assert body["sampling_params"]["stream_interval"] >= 1024
+
+
+@pytest.mark.parametrize(("choices", "named"), [([0], "before its last token"), ([0, 1, 2], "choice 2")])
+def test_another_number_of_choices_than_asked_for_is_refused(fake_engine, choices, named) -> None:
+    events = [{**fake_engine.generation(IDS), "index": choice} for choice in choices]
+    fake_engine.answers["/generate"] = fake_engine.events(*events)
+    with pytest.raises(EngineError, match=named):
         generate(fake_engine, request(n=2))
 
 
@@ -275,6 +288,47 @@ def test_a_choice_that_ends_twice_is_refused(fake_engine) -> None:
     fake_engine.answers["/generate"] = fake_engine.events(fake_engine.generation(IDS), fake_engine.generation(IDS))
     with pytest.raises(EngineError, match="had ended"):
         stream(fake_engine)
+
+
+def test_until_the_end_of_a_stream_its_spans_go_only_as_far_as_is_certain(fake_engine) -> None:
+    """SGLang lists spans at the end; until then it names the weights of now, though older ones made the tokens."""
+    listed = [{"start": 0, "end": 3, "version": "v0"}, {"start": 3, "end": 4, "version": "v1"}]
+    events = [
+        fake_engine.generation([5, 6], finish_reason=None),
+        fake_engine.generation([5, 6, 7], finish_reason=None, weight_version="v1"),
+        fake_engine.generation([5, 6, 7, 8], finish_reason=None, weight_version="v1"),
+        fake_engine.generation([5, 6, 7, 8], weight_version="v1", weight_versions=listed),
+    ]
+    fake_engine.answers["/generate"] = fake_engine.events(*events)
+    certain = (Span(0, 2, "v0"),)
+    assert [chunk.spans for chunk in stream(fake_engine)[:-1]] == [certain] * 3
+    assert stream(fake_engine)[-1].spans == (Span(0, 3, "v0"), Span(3, 4, "v1"))
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_answer_that_a_load_may_have_interrupted_must_say_which_weights_made_what(fake_engine, listed) -> None:
+    """An engine that names one version alone names the one of now."""
+    more = {"weight_versions": [{"start": 0, "end": 3, "version": "v0"}]} if listed else {}
+    go_on = threading.Event()
+
+    async def answer(http, body):
+        await asyncio.to_thread(go_on.wait, 5)
+        return fake_engine.generation(IDS, **more)
+
+    async def work(client):
+        asking = asyncio.create_task(client.generate(request()))
+        while not fake_engine.calls:
+            await asyncio.sleep(0.01)
+        await client.pause("retract")
+        go_on.set()
+        return await asking
+
+    fake_engine.answers["/generate"] = answer
+    if listed:
+        assert with_client(fake_engine.url, work)[0].spans == (Span(0, 3, "v0"),)
+    else:
+        with pytest.raises(EngineError, match="which weights"):
+            with_client(fake_engine.url, work)
 
 
 def test_a_stream_that_ends_before_its_last_token_is_refused(fake_engine) -> None:
@@ -323,6 +377,16 @@ def test_a_refusal_by_the_engine_is_the_clients_fault_and_says_why(fake_engine, 
     with pytest.raises(BadRequestError, match=named) as refused:
         ask(fake_engine)
     assert refused.value.code == "engine_refused"
+
+
+def test_a_refusal_in_the_first_event_of_a_stream_is_the_clients_fault_too(fake_engine) -> None:
+    error = {"message": "too long", "type": "invalid_request_error", "code": 400, "retryable": False}
+    fake_engine.answers["/generate"] = fake_engine.events({"error": error})
+    with pytest.raises(BadRequestError, match="too long") as refused:
+        stream(fake_engine)
+    assert refused.value.code == "engine_refused"
+    with pytest.raises(BadRequestError, match="too long"):
+        generate(fake_engine, request(n=2))
 
 
 @pytest.mark.parametrize("ask", [generate, stream], ids=["whole", "streamed"])
@@ -436,6 +500,29 @@ def test_cancelling_a_whole_request_closes_the_connection_too(fake_engine) -> No
     assert with_client(fake_engine.url, work)
 
 
+def test_cancelling_a_whole_request_also_tells_the_engine(fake_engine) -> None:
+    fake_engine.answers["/generate"] = fake_engine.never
+
+    async def work(client):
+        task = asyncio.create_task(client.generate(request()))
+        while not fake_engine.calls:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with_client(fake_engine.url, work)  # closing it waits for the engine to be told
+    assert fake_engine.calls[1:] == [("/abort_request", {"rid": "req_1"})]
+
+
+def test_an_engine_that_cannot_be_told_of_an_abort_holds_nobody_up(fake_engine) -> None:
+    fake_engine.answers["/generate"] = fake_engine.never
+    fake_engine.answers["/abort_request"] = lambda http, body: web.Response(status=500)
+    with pytest.raises(EngineError, match="in time"):
+        generate(fake_engine, timeout_s=0.2)
+    assert fake_engine.calls[-1][0] == "/abort_request"
+
+
 def test_a_client_that_was_closed_says_so(fake_engine) -> None:
     async def work(client):
         await client.close()
@@ -499,6 +586,68 @@ def test_pause_and_resume_take_an_answer_without_json(fake_engine) -> None:
 
     with_client(fake_engine.url, work)
     assert fake_engine.calls == [("/pause_generation", {"mode": "retract"}), ("/continue_generation", {})]
+
+
+@pytest.mark.parametrize("ask", [generate, stream], ids=["whole", "streamed"])
+def test_what_a_pause_in_place_touches_is_not_reproducible(fake_engine, ask) -> None:
+    """SGLang keeps the keys and values of the older weights, for what it interrupts and for prompts to come."""
+
+    def answer(http, body):
+        spans = [{"start": 0, "end": 3, "version": "v0"}]
+        content = fake_engine.generation(IDS, cached_tokens=cached, weight_versions=spans)
+        return fake_engine.events(content)(http, body) if body["stream"] else content
+
+    async def reproducible(client):
+        if ask is generate:
+            return [made.reproducible for made in await client.generate(request())]
+        return [chunk.generation.reproducible async for chunk in client.stream(request())]
+
+    async def work(client):
+        nonlocal cached
+        await client.pause("retract")
+        assert await reproducible(client) == [True]
+        await client.pause("in_place")
+        assert await reproducible(client) == [False]  # its prompt begins with what older weights computed
+        cached = 0
+        assert await reproducible(client) == [True]
+        asking = asyncio.create_task(reproducible(client))
+        while not held:
+            await asyncio.sleep(0.01)
+        await client.pause("in_place")
+        go_on.set()
+        assert await asking == [False]
+
+    async def hold_from_the_fourth_on(http, body):
+        if sum(route == "/generate" for route, _ in fake_engine.calls) == 4:
+            held.append(True)
+            await asyncio.to_thread(go_on.wait, 5)
+        content = answer(http, body)
+        return await content if asyncio.iscoroutine(content) else content
+
+    cached, held, go_on = 3, [], threading.Event()
+    fake_engine.answers["/generate"] = hold_from_the_fourth_on
+    with_client(fake_engine.url, work)
+
+
+def context_length(engine):
+    return with_client(engine.url, lambda client: client.context_length())
+
+
+def test_the_context_length_is_what_the_engine_was_told_or_else_what_it_took_from_the_model(fake_engine) -> None:
+    assert context_length(fake_engine) == 512
+    fake_engine.answers["/model_info"] = lambda http, body: {"weight_version": "v0"}
+    fake_engine.answers["/v1/models"] = lambda http, body: {"data": [{"id": "m", "max_model_len": 2048}]}
+    assert context_length(fake_engine) == 2048
+    fake_engine.answers["/server_info"] = lambda http, body: {"context_length": 1024}
+    assert context_length(fake_engine) == 1024
+
+
+def test_an_engine_may_not_know_its_context_length(fake_engine) -> None:
+    fake_engine.answers["/model_info"] = lambda http, body: {"weight_version": "v0"}
+    assert context_length(fake_engine) is None
+    fake_engine.answers["/v1/models"] = lambda http, body: {"data": ["m"]}
+    with pytest.raises(EngineError, match="expected shape"):
+        context_length(fake_engine)
 
 
 @pytest.mark.parametrize("answer", [[], "ready", 5, None])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow  # a server for all of it
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test of each server starts it
 
 PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for j in range(3 + 5 * i)] for i in range(8)]
 TOLERANCE = 1e-4
@@ -216,6 +216,21 @@ def test_an_aborted_request_answers_with_what_it_has(server) -> None:
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < 1900
     assert len(logprobs_of(answer)) == len(answer["output_ids"])
+
+
+def test_a_request_that_is_aborted_before_its_turn_answers_without_tokens(server) -> None:
+    prompts = [[40 + i, 50] for i in range(24)]  # as many as run at once: NUM_ROWS
+    running = server.pool.submit(server.generate, prompts, 1900)
+    server.await_in_work(lambda num: num == 24, 20)
+    queued = server.pool.submit(server.generate, PROMPTS[1], 4, rid="queued")
+    server.await_in_work(lambda num: num == 25, 20)
+    server.post("/abort_request", rid="queued")
+    answer = queued.result(20)
+    assert answer["output_ids"] == []
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert not running.done()
+    server.post("/abort_request", abort_all=True)
+    assert {one["meta_info"]["finish_reason"]["type"] for one in running.result(20)} == {"abort"}
 
 
 def test_abort_all_ends_everything(server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 
@@ -13,7 +14,7 @@ import reef.engines.replica as module
 from reef.engines.replica import Replica
 from reef.errors import EngineError, LoadFailedError
 from reef.observe import Metrics
-from reef.types import Probe
+from reef.types import Probe, Published
 
 PROBE = Probe((4, 5, 6), (-1.0, -1.0))  # what a FakeEngine scores
 WRONG = Probe((4, 5, 6), (-1.0, -1.1))
@@ -354,14 +355,101 @@ def test_a_load_that_fails_on_an_attached_server_leaves_it_running_and_closes_th
             "/continue_generation",
             "/update_weights_from_disk",  # tried twice
         ]
-        assert not replica.ready
-        replica.recover()  # there is nothing that we could restart
-        assert (replica.state, replica._watcher) == ("failed", None)
+        assert seen(replica) == ("failed", "v0", "the engine did not load /weights: no disk")
+        replica.recover()  # there is nothing that we could restart: it is asked again
         del fake_engine.answers["/update_weights_from_disk"]
+        await replica.gate.wait()
+        assert seen(replica) == ("ready", "r1", None)
         await replica.load(published("r2"))
         assert seen(replica) == ("ready", "r2", None)
 
     attached(work)
+
+
+def test_an_attached_server_that_somebody_restarted_gets_the_release_again(attached, fake_engine, monkeypatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+
+    async def work(replica):
+        fake_engine.version = "default"
+        await until(lambda: fake_engine.version == "v0")
+        await replica.gate.wait()
+        assert replica.served == "v0"
+
+    attached(work)
+
+
+def test_an_attached_server_that_is_gone_for_a_while_is_out_of_rotation_until_it_is_back(
+    attached, fake_engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+
+    async def work(replica):
+        fake_engine.answers["/model_info"] = refuses
+        await until(lambda: not replica.ready)
+        await until(lambda: value(replica._metrics.engine_restarts) > 7)  # more than max-restarts
+        assert replica.state == "restarting"
+        assert "no memory" in replica.error
+        del fake_engine.answers["/model_info"]
+        await replica.gate.wait()
+        assert seen(replica) == ("ready", "v0", None)
+
+    attached(work)
+
+
+# --- a release that the trainer alone holds ---------------------------------------------------------------------------
+
+
+def in_trainer(release: Published) -> Published:
+    return dataclasses.replace(release, on_disk=False)
+
+
+def test_a_server_that_dies_waits_for_the_files_of_the_release_wanted_and_says_that_it_does(
+    tmp_path, config, published, fake_hosts
+) -> None:
+    asked = []
+
+    async def main():
+        host = fake_hosts["engine-0"]
+        replica = Replica(host.name, config(tmp_path), Metrics(), host, lambda: asked.append(replica.lacks_files))
+        try:
+            await replica.start(published("r0"))
+            replica.want(in_trainer(published("r1")))
+            replica._open(published("r1"))  # as after a transfer
+            await host.die()
+            await until(lambda: asked)
+            assert (asked, replica.lacks_files, replica.ready) == ([True], True, False)
+            started = len(host.engines)
+            replica.provide(published("r0"))  # not the one wanted
+            await asyncio.sleep(0.02)
+            assert (replica.lacks_files, len(host.engines)) == (True, started)
+            replica.provide(published("r1"))
+            await replica.gate.wait()
+            assert (replica.served, host.engine.version, replica.lacks_files) == ("r1", "r1", False)
+        finally:
+            await replica.stop()
+
+    asyncio.run(main())
+
+
+def test_a_transfer_that_fails_restarts_nothing_since_there_are_no_files_to_restart_with(
+    with_replica, published
+) -> None:
+    class Gone:
+        buckets = ()
+        backend = "gloo"
+
+        async def listen(self, engine):
+            raise EngineError("the trainer is gone")
+
+    async def work(replica, host):
+        with pytest.raises(LoadFailedError, match="the trainer is gone"):
+            await replica.load(in_trainer(published("r1")), Gone())
+        assert (replica.state, len(host.engines)) == ("failed", 1)
+        await replica.load(published("r1"))
+        assert seen(replica) == ("ready", "r1", None)
+
+    with_replica(work)
 
 
 def test_the_shorter_context_of_engine_and_configuration_holds(attached, fake_engine) -> None:

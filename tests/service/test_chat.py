@@ -403,6 +403,7 @@ def test_256_whole_and_streamed_requests_at_once_are_what_they_are_alone(recorde
         ({"stop": ["a"] * 17}, "stop", "16"),
         ({"stop": 5}, "stop", "string"),
         ({"stop_token_ids": [10**30]}, "stop_token_ids.0", ""),
+        ({"stop_token_ids": [5, 300], "min_tokens": 2}, "stop_token_ids", "0..299"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream": "yes"}, "stream", "boolean"),
@@ -549,6 +550,30 @@ def test_a_client_that_leaves_before_the_first_token_frees_the_engine(
     eventually(lambda: attached_recorder.status()["in_flight"] == 0)
     assert attached_recorder.status()["engines"][0]["in_flight"] == 0
     assert stored(attached_recorder, count) == before  # nothing was sampled
+
+
+def test_of_a_stream_that_its_client_leaves_after_a_load_only_what_is_certain_is_kept(
+    attached_recorder, broken_engine, stored, eventually
+) -> None:
+    """SGLang says only at the end of a stream which weights made which token."""
+    engine = broken_engine
+
+    async def answer(http, body):
+        first = engine.generation([74, 75], finish_reason=None)
+        later = engine.generation([74, 75, 76, 77], finish_reason=None, weight_version="the next one")
+        await engine.events(first, later, done=False)(http, body)
+        return await engine.never(http, body)
+
+    engine.answers["/generate"] = answer
+    with attached_recorder.streaming(CHAT, messages=messages("1+1="), return_token_ids=True) as chunks:
+        seen = [next(chunks)]
+        while len(joined(seen)[1]) < 4:
+            seen.append(next(chunks))
+        request_id = "req_" + seen[0]["id"].removeprefix("chatcmpl-")
+    query = "SELECT id FROM receipts WHERE request_id = ?"
+    receipt = attached_recorder.receipt(eventually(lambda: stored(attached_recorder, query, request_id))[0][0])
+    assert receipt["token_ids"] == [74, 75]
+    assert [span["end"] for span in receipt["spans"]] == [2]
 
 
 def test_an_engine_that_fails_in_the_middle_of_a_stream_ends_it_with_an_error_event_and_no_receipt(

@@ -21,6 +21,7 @@ from reef.training.settings import settings
 from reef.types import Batch, Floats, Ids, Sample
 
 VOCAB_SIZE = 96
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 THIRD_PARTY_WARNINGS = (
     "ignore:.*Apex (is|are) not installed",
     "ignore:MLP requires ffn_hidden_size",
@@ -28,6 +29,9 @@ THIRD_PARTY_WARNINGS = (
     "ignore:full scope is deprecated",
     "ignore:.load_state_dict. is deprecated:FutureWarning",
     "ignore:Please use DTensor instead:FutureWarning",
+    "ignore:.torch.distributed.(reduce_scatter|all_gather).* is deprecated:FutureWarning",
+    # Megatron's distributed optimizer gives each share of a float32 weight its gradient by hand.
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
 )
 
 MakeModel = Callable[..., Path]
@@ -41,10 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Makes (once each) a model directory: architecture, tied or not, dtype, several files or one."""
+    """Makes (once each) a model directory: architecture, tied or not, dtype, several files or one, other settings."""
 
-    def make(architecture: str = "qwen3", *, tied: bool = True, dtype: str = "float32", shard: str = "1GB") -> Path:
-        path = tmp_path_factory.getbasetemp() / f"{architecture}-{tied}-{dtype}-{shard}"
+    def make(
+        architecture: str = "qwen3", *, tied: bool = True, dtype: str = "float32", shard: str = "1GB", **more: object
+    ) -> Path:
+        name = "-".join(str(part) for part in (architecture, tied, dtype, shard, *more.items()))
+        path = tmp_path_factory.getbasetemp() / "".join(char if char.isalnum() else "-" for char in name)
         if path.exists():
             return path
         sizes = {
@@ -57,9 +64,11 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
             "max_position_embeddings": 128,
             "tie_word_embeddings": tied,
         }
-        if architecture == "qwen3":
+        if architecture.startswith("qwen3"):
             sizes["head_dim"] = 16
-        config = transformers.AutoConfig.for_model(architecture, **sizes)
+        if architecture == "qwen3_moe":
+            sizes |= EXPERTS
+        config = transformers.AutoConfig.for_model(architecture, **sizes | more)
         generator = torch.Generator().manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():

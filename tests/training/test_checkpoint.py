@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reef import faults
 from reef.errors import LoadFailedError, UnavailableError
-from reef.training.manifest import COMPLETE, check_checkpoint, dump_complete
+from reef.training.manifest import COMPLETE, check_checkpoint, dump_complete, vouch
 from reef.training.worker import MegatronWorker
 from reef.types import Batch
 
@@ -38,6 +39,20 @@ def test_the_next_step_after_a_restore_is_bit_equal(
     assert weights is not None
     assert expected_weights is not None
     assert weights.content_id == expected_weights.content_id
+
+
+def test_one_checkpoint_is_written_at_a_time_and_an_end_waits_for_it(
+    make_model: MakeModel, make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    other = make_worker(make_model())
+    try:
+        other.save_begin(tmp_path / "one")
+        with pytest.raises(AssertionError, match="not finished"):
+            other.save_begin(tmp_path / "two")
+    finally:
+        other.close()
+    assert other.save_done()
+    assert {path.name for path in tmp_path.iterdir()} == {".one.partial"}  # left for the next one of its name
 
 
 def test_a_checkpoint_before_the_first_step_restores(
@@ -122,7 +137,7 @@ def test_a_checkpoint_that_megatron_cannot_read_is_refused(
     worker.save(directory)
     (directory / COMPLETE).unlink()
     (directory / name).write_text(text)  # as if by another version: whole, and not understood
-    (directory / COMPLETE).write_bytes(dump_complete(directory, 0))
+    (directory / COMPLETE).write_bytes(dump_complete(0, {path.name: vouch(path) for path in directory.iterdir()}))
     with pytest.raises(LoadFailedError, match=r"checkpoint .*old: Megatron cannot read it: ."):
         worker.restore(directory)
     assert (worker.digest() != before) == moved
@@ -138,6 +153,50 @@ def test_a_save_is_quick_and_starts_no_process(worker: MegatronWorker, tmp_path:
     assert time.perf_counter() - started < 2.0  # 0.1 s on a quiet machine
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
     assert threading.active_count() == threads
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_moves_nothing_of_it(
+    worker: MegatronWorker, make_batch: Callable[..., Batch], tmp_path: Path
+) -> None:
+    worker.reset()
+    worker.step(make_batch(seed=1))
+    saved = worker.digest()
+    with standing("checkpoint.files", tmp_path) as go:
+        worker.save_begin(tmp_path / "one")
+        expected = [worker.step(make_batch(seed=seed)).metrics for seed in (2, 3)]
+        later = worker.digest()
+        assert not worker.save_done()
+        go()
+        until(worker.save_done)
+        assert not (tmp_path / "one").exists()
+        with pytest.raises(LoadFailedError, match=r"no COMPLETE, so it was never finished"):
+            worker.restore(tmp_path / "one")
+        worker.save_finish()
+    assert worker.restore(tmp_path / "one") == 1
+    assert worker.digest() == saved
+    assert [worker.step(make_batch(seed=seed)).metrics for seed in (2, 3)] == expected
+    assert worker.digest() == later
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 10_000, 100_000])  # the first file, in a tensor, between two of them
+def test_what_the_disk_refused_is_written_again_as_it_was_copied(
+    worker: MegatronWorker, make_batch: Callable[..., Batch], tmp_path: Path, limit_bytes: int
+) -> None:
+    worker.reset()
+    worker.step(make_batch(seed=1))
+    saved = worker.digest()
+    with no_file_longer_than(limit_bytes):
+        worker.save_begin(tmp_path / "one")
+        worker.step(make_batch(seed=2))
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match=r"cannot write .*one: .*File too large"):
+                worker.save_finish()
+    later = worker.digest()
+    worker.save_finish()
+    assert worker.digest() == later
+    assert worker.restore(tmp_path / "one") == 1
+    assert worker.digest() == saved
+    assert {path.name for path in tmp_path.iterdir()} == {"one"}
 
 
 def test_a_disk_that_refuses_leaves_the_worker_as_it_was(worker: MegatronWorker, tmp_path: Path) -> None:
@@ -180,3 +239,24 @@ def no_file_longer_than(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def standing(point: str, directory: Path) -> Iterator[Callable[[], None]]:
+    """Whoever reaches a point of `reef.faults` stands there until the function is called."""
+    points = directory / "faults"
+    points.mkdir()
+    (points / point).touch()
+    faults._DIRECTORY = str(points)
+    try:
+        yield (points / f"{point}.go").touch
+    finally:
+        (points / f"{point}.go").touch()
+        faults._DIRECTORY = None
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

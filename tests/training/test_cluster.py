@@ -56,6 +56,11 @@ def base_weights(trainer: Trainer) -> None:
     trainer.reset()
 
 
+def save(trainer: Trainer, directory: Path) -> None:
+    trainer.save_begin(directory)
+    trainer.save_finish()
+
+
 def slow_batch(make_batch: MakeBatch) -> Batch:
     """A batch whose step takes seconds: many microbatches of one."""
     batch = make_batch(num_samples=8)
@@ -76,7 +81,7 @@ def test_a_step_a_release_and_a_checkpoint(
     assert published.probe == trainer.probe()
     ids = np.array(published.probe.ids, np.int32)
     assert tuple(trainer.logprobs([ids], 1.0)[0].tolist()) == published.probe.logprobs
-    trainer.save(tmp_path / "one")
+    save(trainer, tmp_path / "one")
     trainer.step(batch)
     assert trainer.restore(tmp_path / "one") == 1
     assert trainer.publish("again", tmp_path).content_id == published.content_id
@@ -110,7 +115,7 @@ def test_a_refused_step_leaves_the_workers_alive(trainer: Trainer, make_batch: M
 def test_a_killed_worker_is_reported_and_replaced(trainer: Trainer, make_batch: MakeBatch, tmp_path: Path) -> None:
     batch = make_batch(noise=0.1)
     trainer.step(batch)
-    trainer.save(tmp_path / "one")
+    save(trainer, tmp_path / "one")
     trainer.step(batch)
     expected = trainer.publish("expected", tmp_path)
 
@@ -128,6 +133,29 @@ def test_a_killed_worker_is_reported_and_replaced(trainer: Trainer, make_batch: 
     assert trainer.restore(tmp_path / "one") == 1
     assert trainer.step(batch).step == 2
     assert trainer.publish("found", tmp_path).content_id == expected.content_id
+
+
+def test_a_worker_killed_while_it_writes_a_checkpoint_leaves_the_one_before_it(
+    trainer: Trainer, make_batch: MakeBatch, tmp_path: Path
+) -> None:
+    batch = make_batch()
+    trainer.step(batch)
+    trainer.save_begin(tmp_path / "one")
+    trainer.step(batch)  # meanwhile
+    trained = trainer.digest()
+    trainer.save_finish()
+    assert trainer.save_done()
+    trainer.save_begin(tmp_path / "two")
+    for pid in trainer.worker_pids():
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkersLostError, match=r"save_finish: (rank 0 died|Ray failed)"):
+        trainer.save_finish()
+    trainer.restart()
+    with pytest.raises(LoadFailedError, match="two: no COMPLETE, so it was never finished"):
+        trainer.restore(tmp_path / "two")
+    assert trainer.restore(tmp_path / "one") == 1
+    trainer.step(batch)
+    assert trainer.digest() == trained
 
 
 def test_a_worker_that_does_not_answer_is_ended(
@@ -172,8 +200,8 @@ def test_nothing_listens_beyond_loopback(trainer: Trainer) -> None:
 
 
 def test_other_users_cannot_reach_the_cluster_files(trainer: Trainer) -> None:
-    assert trainer._temp_dir is not None
-    assert trainer._temp_dir.stat().st_mode & 0o077 == 0
+    assert trainer._connection is not None and trainer._connection.temp_dir is not None
+    assert trainer._connection.temp_dir.stat().st_mode & 0o077 == 0
 
 
 def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(config: Config, tmp_path: Path) -> None:

@@ -1,125 +1,301 @@
-"""Two ranks in two processes over gloo against one, on the same batches."""
+"""Every layout against one rank, on the same batches: Ray actors over gloo, which take one layout after another."""
 
-import multiprocessing
-from collections.abc import Callable
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+import ray
+import transformers
+from safetensors.torch import load_file
 
+from reef.config import Config
 from reef.errors import LoadFailedError
 from reef.training.actor import WorkerSpec
+from reef.training.cluster import Trainer
 from reef.training.manifest import read_manifest
 from reef.training.settings import settings
-from reef.types import Batch
+from reef.types import Batch, Floats, StepResult
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
-LAYOUTS = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "data": {"data": 2}}
-HALF = {"half": {"pipeline": 2}}  # in bfloat16, which one rank in float32 says nothing about
-
-
-def run_rank(rank: int, specs: list[WorkerSpec], batches: list[Batch], directory: Path, answers: Any) -> None:
-    """Take the batches in each layout in turn; one pair of processes serves them all."""
-    from reef.training.worker import MegatronWorker
-
-    for spec in specs:
-        worker = MegatronWorker(spec)
-        name = spec.rendezvous.stem
-        scored = worker.logprobs([sample.tokens for sample in batches[0].samples], 0.7)
-        metrics = [worker.step(batch).metrics for batch in batches]
-        worker.publish(name, directory)
-        worker.save(directory / f"checkpoint-{name}")
-        again = worker.step(batches[0]).metrics
-        assert worker.restore(directory / f"checkpoint-{name}") == len(batches)
-        resumed = worker.step(batches[0]).metrics
-        go_back(worker, batches, name, directory)
-        answers.put((name, rank, scored, metrics, again, resumed))
-        worker.close()
-
-
-def go_back(worker: Any, batches: list[Batch], name: str, directory: Path) -> None:
-    """Forth and back again by each of the ways: every rank finds the same, and no rank waits for another in vain."""
-    trained = worker.digest()
-    worker.load_weights(directory / name)
-    same_content(worker, name, directory)
-    worker.reset()
-    new = worker.digest()
-    for batch in batches:
-        worker.step(batch)
-    same_content(worker, name, directory)
-    worker.restore(directory / f"checkpoint-{name}")
-    saved = worker.digest()
-    worker.step(batches[0])
-    assert worker.digest() == trained
-    for load in (worker.restore, worker.load_weights):
-        with pytest.raises(LoadFailedError, match=r"nowhere: no .*, so it was never finished"):
-            load(directory / "nowhere")
-    worker.restore(directory / f"checkpoint-{name}")
-    assert worker.digest() == saved
-    worker.reset()
-    assert worker.digest() == new
-    assert len({trained, saved, new}) == 3
-
-
-def same_content(worker: Any, name: str, directory: Path) -> None:
-    published = worker.publish(f"{name}-again", directory)
-    assert published is None or published.content_id == read_manifest(directory / name).content_id
-
-
-def spec_of(rank: int, world_size: int, layout: dict[str, int], rendezvous: Path, model: Path, base: Any) -> WorkerSpec:
-    whole = {"tensor": 1, "pipeline": 1, "data": 1} | layout
-    dtype = "bfloat16" if rendezvous.stem in HALF else "float32"
-    return WorkerSpec(rank, world_size, model, rendezvous, base | {"layout": whole, "dtype": dtype}, 4096)
+NUM_RANKS = 4
+SHARDED: Mapping[str, Any] = {"use-distributed-optimizer": True}
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "uniform": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 2},
+    "block": {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1},
+    "selective": {"recompute-granularity": "selective"},
+}
+LAYOUTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "tensor 2": ({"tensor": 2}, {}),
+    "pipeline 2": ({"pipeline": 2}, {}),
+    "data 2": ({"data": 2}, {}),
+    "data 2, distributed optimizer": ({"data": 2}, SHARDED),
+    "data 2, overlapped": ({"data": 2}, {"overlap-grad-reduce": True}),
+    "data 2, distributed optimizer, overlapped": ({"data": 2}, SHARDED | {"overlap-grad-reduce": True}),
+    "one rank, distributed optimizer": ({}, SHARDED),
+    "tensor 2, sequence": ({"tensor": 2, "sequence-parallel": True}, {}),
+    "tensor 2, sequence, recomputed": ({"tensor": 2, "sequence-parallel": True}, RECOMPUTE["uniform"]),
+    "tensor 4": ({"tensor": 4}, {}),
+    "tensor 4, sequence": ({"tensor": 4, "sequence-parallel": True}, {}),
+    "pipeline 4": ({"pipeline": 4}, {}),
+    "data 4": ({"data": 4}, {}),
+    "data 4, distributed optimizer": ({"data": 4}, SHARDED),
+    "tensor 2 x pipeline 2": ({"tensor": 2, "pipeline": 2}, {}),
+    "tensor 2 x pipeline 2, sequence": ({"tensor": 2, "pipeline": 2, "sequence-parallel": True}, {}),
+    "tensor 2 x data 2": ({"tensor": 2, "data": 2}, {}),
+    "tensor 2 x data 2, distributed optimizer": ({"tensor": 2, "data": 2}, SHARDED),
+    "pipeline 2 x data 2": ({"pipeline": 2, "data": 2}, {}),
+    "pipeline 2 x data 2, distributed optimizer, overlapped": (
+        {"pipeline": 2, "data": 2},
+        SHARDED | {"overlap-grad-reduce": True},
+    ),
+}
+EXPERT_LAYOUTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "expert 2, distributed optimizer, overlapped": (
+        {"data": 2, "expert": 2},
+        SHARDED | {"overlap-grad-reduce": True},
+    ),
+    "tensor 2 x data 2, expert 2, distributed optimizer": (
+        {"tensor": 2, "sequence-parallel": True, "data": 2, "expert": 2},
+        SHARDED,
+    ),
+}
+HALF_LAYOUTS = (
+    "tensor 2, sequence",
+    "pipeline 2",
+    "data 2, distributed optimizer",
+    "tensor 2 x data 2, distributed optimizer",
+)
+MakeBatch = Callable[..., Batch]
 
 
-def test_two_ranks_equal_one_in_every_layout(
-    make_model: Callable[..., Path], make_batch: Callable[..., Batch], config: Any, tmp_path: Path
-) -> None:
-    model, base = make_model(), settings(config)
-    # Seven samples on two data ranks (rLLM 506), and a single microbatch that leaves one rank empty.
-    batches = [
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Actors that are the ranks of one layout."""
+
+    workers: list[Any]
+    config: Config
+    model: Path
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Every rank's answer."""
+        return ray.get([worker.call.remote(method, *args) for worker in self.workers], timeout=60)  # type: ignore[no-any-return]
+
+    def first(self, method: str, *args: Any) -> Any:
+        """The answer of the first rank that has one."""
+        return next(answer for answer in self.call(method, *args) if answer is not None)
+
+
+@dataclass(slots=True)
+class Actors:
+    """Four processes, and the model that they train if no other is named."""
+
+    workers: list[Any]
+    model: Path
+    directory: Path
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @contextmanager
+    def take(
+        self,
+        layout: Mapping[str, Any],
+        options: Mapping[str, Any] = {},
+        dtype: str = "float32",
+        model: Path | None = None,
+    ) -> Iterator[Group]:
+        """The first of them in a layout."""
+        training = {
+            "layout": layout,
+            "dtype": dtype,
+            "options": {"lr": 1e-3, "weight-decay": 0.1, "clip-grad": 0.5, **options},
+        }
+        recipe = {"config": {"group-size": 4, "batch-size": 8}}
+        config = Config.model_validate({"recipe": recipe, "training": training})
+        group = Group(self.workers[: config.training.layout.world_size], config, model or self.model)
+        store = self.directory / f"{next(self.numbers)}.store"
+        specs = [
+            WorkerSpec(rank, len(group.workers), group.model, store, settings(config), 4096)
+            for rank in range(len(group.workers))
+        ]
+        ray.get([w.start.remote(s) for w, s in zip(group.workers, specs, strict=True)], timeout=60)
+        yield group
+        group.call("close")
+
+
+@pytest.fixture(scope="module")
+def actors(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actors]:
+    """Four of the trainer's own actors, with the model's base weights as they start."""
+    directory = tmp_path_factory.mktemp("layouts")
+    model = directory / "model"
+    # Float32 files of bfloat16 numbers, so that both precisions begin at the same ones.
+    half = make_model(num_hidden_layers=4, num_key_value_heads=4, dtype="bfloat16")
+    transformers.AutoModelForCausalLM.from_pretrained(half, dtype="float32").save_pretrained(model)
+    shutil.copy(half / "tokenizer.json", model)
+    training = {"layout": {"data": NUM_RANKS}, "ready-timeout": 400}
+    trainer = Trainer(Config.model_validate({"reef": {"run-dir": directory}, "training": training}), model)
+    trainer.start()
+    try:
+        made = Actors(trainer._workers, model, directory)
+        Group(made.workers, Config(), model).call("close")
+        yield made
+    finally:
+        trainer.stop()
+
+
+@pytest.fixture(scope="module")
+def batches(make_batch: MakeBatch) -> list[Batch]:
+    """Five: some with one microbatch, which leaves data ranks without any, some with 7 samples (rLLM 506)."""
+    return [
         make_batch(seed=1, num_samples=7, budget_tokens=60),
         make_batch(seed=2, data_ranks=2),
         make_batch(seed=3),
+        make_batch(seed=4, num_samples=7, data_ranks=4),
+        make_batch(seed=5, budget_tokens=30),
     ]
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
 
-    def start(rank: int, world_size: int, layouts: dict[str, dict[str, int]]) -> Any:
-        specs = [
-            spec_of(rank, world_size, layout, tmp_path / f"{n}.store", model, base) for n, layout in layouts.items()
-        ]
-        process = context.Process(target=run_rank, args=(rank, specs, batches, tmp_path, answers), daemon=True)
-        process.start()
-        return process
 
-    processes = [start(0, 2, LAYOUTS | HALF), start(1, 2, LAYOUTS | HALF), start(0, 1, {"one": {}})]
-    found: dict[str, dict[int, Any]] = {}
-    for _ in range(2 * len(LAYOUTS | HALF) + 1):
-        name, rank, *rest = answers.get(timeout=120)
-        found.setdefault(name, {})[rank] = rest
-    for process in processes:
-        process.join(20)
-        assert process.exitcode == 0
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a layout made of the batches."""
 
-    expected_scores, expected_metrics, *_ = found["one"][0]
-    start_weights = load_file(model / "model.safetensors")
-    expected_weights = load_file(tmp_path / "one" / "model.safetensors")
-    for name in LAYOUTS:
-        scores = next(answer[0] for answer in found[name].values() if answer[0] is not None)
-        for a, b in zip(scores, expected_scores, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
-        for _, metrics, again, resumed in found[name].values():
-            assert again == resumed  # bit for bit
-            for step, reference in zip(metrics, expected_metrics, strict=True):
-                assert step.keys() == reference.keys()
-                for key, value in reference.items():
-                    assert step[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (name, key)
-        weights = load_file(tmp_path / name / "model.safetensors")
-        assert weights.keys() == expected_weights.keys()
-        change = np.concatenate([(expected_weights[n] - start_weights[n]).ravel() for n in start_weights])
-        gap = np.concatenate([(expected_weights[n] - weights[n]).ravel() for n in start_weights])
-        assert np.linalg.norm(gap) < 1e-3 * np.linalg.norm(change), name
+    logprobs: Floats  # before the first step, all sequences joined
+    steps: list[StepResult]
+    change: dict[str, np.ndarray]  # of each weight, by the steps
+    trained_logprobs: Floats  # after the last step: every rank's weights have a part in them
+
+
+def train(batches: list[Batch], group: Group, directory: Path) -> Outcome:
+    """Score, take a step on each batch, publish."""
+    sequences = [sample.tokens for sample in batches[0].samples]
+    scored = group.first("logprobs", sequences, 0.7)
+    steps = []
+    for batch in batches:
+        of_batch = replace(batch, settings=settings(group.config))
+        found: list[StepResult] = group.call("step", of_batch)
+        assert len({(answer.step, tuple(answer.metrics.items())) for answer in found}) == 1  # the same on every rank
+        steps.append(found[0])
+    group.call("publish", "trained", directory)
+    before, after = weights(group.model), weights(directory / "trained")
+    assert before.keys() == after.keys()
+    change = {name: after[name] - before[name] for name in before}
+    return Outcome(np.concatenate(scored), steps, change, np.concatenate(group.first("logprobs", sequences, 0.7)))
+
+
+def weights(path: Path) -> dict[str, np.ndarray]:
+    return {name: tensor.float().numpy() for name, tensor in load_file(path / "model.safetensors").items()}
+
+
+def distance(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
+    """Norm of the difference over the norm of b, all weights taken together."""
+    return float(np.linalg.norm(joined(a) - joined(b)) / np.linalg.norm(joined(b)))
+
+
+def cosine(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
+    return float(joined(a) @ joined(b) / np.linalg.norm(joined(a)) / np.linalg.norm(joined(b)))
+
+
+def joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([arrays[name].ravel() for name in sorted(arrays)])
+
+
+@pytest.fixture(scope="module")
+def one_rank(actors: Actors, batches: list[Batch], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    with actors.take({}) as group:
+        return train(batches, group, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def moe_model(make_model: Callable[..., Path]) -> Path:
+    return make_model("qwen3_moe", num_key_value_heads=4)
+
+
+@pytest.fixture(scope="module")
+def experts_on_one_rank(
+    actors: Actors, batches: list[Batch], moe_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Outcome:
+    with actors.take({}, model=moe_model) as group:
+        return train(batches, group, tmp_path_factory.mktemp("experts"))
+
+
+def agree(outcome: Outcome, one_rank: Outcome) -> None:
+    """The same, as far as float32 sums in another order allow."""
+    np.testing.assert_allclose(outcome.logprobs, one_rank.logprobs, atol=1e-5)
+    for step, expected in zip(outcome.steps, one_rank.steps, strict=True):
+        assert step.metrics.keys() == expected.metrics.keys()
+        for key, value in expected.metrics.items():
+            assert step.metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
+    assert distance(outcome.change, one_rank.change) < 1e-3
+    np.testing.assert_allclose(outcome.trained_logprobs, one_rank.trained_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_rank_does(
+    actors: Actors, batches: list[Batch], one_rank: Outcome, name: str, tmp_path: Path
+) -> None:
+    with actors.take(*LAYOUTS[name]) as group:
+        outcome = train(batches, group, tmp_path)
+    agree(outcome, one_rank)
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_a_layout_trains_experts_as_one_rank_does(
+    actors: Actors, batches: list[Batch], experts_on_one_rank: Outcome, moe_model: Path, name: str, tmp_path: Path
+) -> None:
+    with actors.take(*EXPERT_LAYOUTS[name], model=moe_model) as group:
+        outcome = train(batches, group, tmp_path)
+    agree(outcome, experts_on_one_rank)
+
+
+@pytest.mark.parametrize("name", HALF_LAYOUTS)
+def test_bfloat16_moves_weights_in_the_same_direction(
+    actors: Actors, batches: list[Batch], one_rank: Outcome, name: str, tmp_path: Path
+) -> None:
+    with actors.take(*LAYOUTS[name], dtype="bfloat16") as group:
+        outcome = train(batches, group, tmp_path)
+    assert cosine(outcome.change, one_rank.change) >= 0.99
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_activations_that_are_computed_again_change_no_number(
+    actors: Actors, batches: list[Batch], one_rank: Outcome, name: str, tmp_path: Path
+) -> None:
+    with actors.take({}, RECOMPUTE[name]) as group:
+        outcome = train(batches, group, tmp_path)
+    assert [step.metrics for step in outcome.steps] == [step.metrics for step in one_rank.steps]
+    assert distance(outcome.change, one_rank.change) == 0.0
+
+
+@pytest.mark.parametrize("name", ["tensor 2, sequence", "pipeline 2", "data 2, distributed optimizer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_way_back_finds_the_same_on_every_rank(
+    actors: Actors, batches: list[Batch], name: str, dtype: str, tmp_path: Path
+) -> None:
+    with actors.take(*LAYOUTS[name], dtype=dtype) as group:
+        (new,) = set(group.call("digest"))
+        group.call("step", batches[0])
+        group.call("save", tmp_path / "saved")
+        (saved,) = set(group.call("digest"))
+        group.call("publish", "a", tmp_path)
+        expected = group.first("step", batches[1]).metrics
+        (trained,) = set(group.call("digest"))
+        assert set(group.call("restore", tmp_path / "saved")) == {1}
+        assert set(group.call("digest")) == {saved}
+        assert group.first("step", batches[1]).metrics == expected  # bit for bit
+        assert set(group.call("digest")) == {trained}
+        group.call("load_weights", tmp_path / "a")
+        again = group.first("publish", "again", tmp_path)
+        assert again.content_id == read_manifest(tmp_path / "a").content_id
+        for load in ("restore", "load_weights"):
+            refused = [worker.call.remote(load, tmp_path / "nowhere") for worker in group.workers]
+            for call in refused:
+                with pytest.raises(LoadFailedError, match=r"nowhere: no .*, so it was never finished"):
+                    ray.get(call, timeout=60)
+        group.call("reset")
+        assert set(group.call("digest")) == {new}
+        assert len({new, saved, trained}) == 3

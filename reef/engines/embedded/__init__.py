@@ -21,5 +21,7 @@ GPU machine. It knows nothing of Reef: no receipts, no scenarios, no training.
     answers.py       where the snapshots of one call are collected
     http.py          bodies, errors and the key, as every route has them
     server.py        routes
+    receive.py       weights over a process group: groups, what has come so far
+    updates.py       its routes
     process.py       socket, port file, signals, the parent's death
 """

@@ -25,8 +25,10 @@ from reef.engines.embedded.architecture import Architecture, read_architecture
 from reef.engines.embedded.engine import Engine, Limits
 from reef.engines.embedded.errors import ModelError
 from reef.engines.embedded.model import Model
+from reef.engines.embedded.receive import Receiver
 from reef.engines.embedded.server import Server
 from reef.engines.embedded.text import Tokenizer
+from reef.engines.embedded.updates import Updates
 from reef.engines.embedded.weights import load_weights
 
 log = logging.getLogger("reef.engines.embedded")
@@ -51,6 +53,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--port", type=int, default=30000, help="0: chosen by the kernel")
     add("--port-file", type=Path, help="file to write the bound port to, once the server answers")
     add("--api-key", help="bearer token asked of every client; needed for a --host that others can reach")
+    add("--api-key-file", type=Path, help="file that holds the --api-key, for others can read a command line")
     add("--weight-version", default="default", help="name of the weights in --model-path")
     add("--served-model-name", help="default: --model-path")
     add("--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="auto: as config.json says")
@@ -71,6 +74,7 @@ def main() -> int:
     """Runs the server; returns the exit status."""
     parser = arguments()
     args = parser.parse_args()
+    _read_key(parser, args)
     _check(parser, args)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if args.parent_pid is not None:
@@ -115,7 +119,9 @@ def build(args: argparse.Namespace) -> tuple[Engine, Server]:
         "version": f"torch {torch.__version__}",
     }
     name = args.served_model_name or str(path)
-    server = Server(engine, tokenizer, _eos_ids(path, tokenizer), name, info, args.incremental_streaming_output)
+    incremental = args.incremental_streaming_output
+    updates = Updates(engine, Receiver(arch, dtype))
+    server = Server(engine, tokenizer, _eos_ids(path, tokenizer), name, info, incremental, updates)
     return engine, server
 
 
@@ -136,6 +142,14 @@ async def _serve(args: argparse.Namespace, listener: socket.socket, engine: Engi
     if not stopped:
         log.warning("the generation thread is in a long operation; leaving without it")
     return 0
+
+
+def _read_key(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.api_key_file is not None:
+        try:
+            args.api_key = args.api_key_file.read_text().strip()
+        except OSError as error:
+            parser.error(f"--api-key-file {args.api_key_file}: {error.strerror}")
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

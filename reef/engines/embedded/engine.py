@@ -23,7 +23,7 @@ from reef.engines.embedded.errors import EngineStoppedError, ModelError, QueueFu
 from reef.engines.embedded.model import Model
 from reef.engines.embedded.request import Request, Snapshot
 from reef.engines.embedded.scheduler import Scheduler
-from reef.engines.embedded.weights import load_weights
+from reef.engines.embedded.weights import Weights, load_weights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Engine:
     def __init__(self, model: Model, dtype: torch.dtype, limits: Limits, version: str, path: Path, seed: int) -> None:
         self.limits = limits
         self.model_path = str(path)
-        """The directory the current weights came from."""
+        """The directory the current weights came from, or those before that were received."""
         self.seeds = random.Random(seed)
         """Draws a seed for each request that brings none."""
         self._model = model
@@ -167,17 +167,17 @@ class Engine:
         """See `Scheduler.rename`."""
         await self._call(lambda: self._scheduler.rename(version))
 
-    async def load(self, path: Path, version: str | None, flush_cache: bool) -> LoadResult:
-        """Replaces the weights; see `Scheduler.request_load` for when."""
+    async def load(self, source: Path | Weights, version: str | None, flush_cache: bool) -> LoadResult:
+        """Replaces the weights by those in a directory, or by these; see `Scheduler.request_load` for when."""
         result: Future[LoadResult] = Future()
 
         def reply(success: bool, message: str, num_live: int) -> None:
-            if success:
-                self.model_path = str(path)
+            if success and isinstance(source, Path):
+                self.model_path = str(source)
             if not result.done():
                 result.set_result(LoadResult(success, message, num_live))
 
-        await self._call(lambda: self._scheduler.request_load(path, version, flush_cache, reply))
+        await self._call(lambda: self._scheduler.request_load(source, version, flush_cache, reply))
         return await asyncio.wrap_future(result)
 
     async def _call(self, command: Callable[[], T]) -> T:
@@ -200,12 +200,15 @@ class Engine:
     def _abort(self, targets: set[int]) -> None:
         self._scheduler.abort(lambda request: id(request) in targets)
 
-    def _load(self, path: Path) -> None:
-        if (path / "config.json").exists():
-            arch = read_architecture(path)
+    def _load(self, source: Path | Weights) -> None:
+        if isinstance(source, Weights):
+            self._model.weights = source
+            return
+        if (source / "config.json").exists():
+            arch = read_architecture(source)
             if arch != self.arch:
-                raise ModelError(f"{path} is another architecture than the one served: {arch}, expected {self.arch}")
-        self._model.weights = load_weights(path, self.arch, self._dtype)
+                raise ModelError(f"{source} is another architecture than the one served: {arch}, expected {self.arch}")
+        self._model.weights = load_weights(source, self.arch, self._dtype)
 
     def _send(self, request: Request, snapshot: Snapshot) -> None:
         self._outbox.append((request, snapshot))

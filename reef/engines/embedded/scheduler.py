@@ -26,6 +26,7 @@ from reef.engines.embedded.prefill import Prefill
 from reef.engines.embedded.request import FinishReason, Request, Snapshot
 from reef.engines.embedded.rows import Rows
 from reef.engines.embedded.sampling import sample, top_logprobs
+from reef.engines.embedded.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ ABORTED_WAITING: FinishReason = {"type": "abort", "message": "Abort in waiting q
 class Load:
     """A wish for other weights, waiting until no request that came before it is left (or the engine is paused)."""
 
-    path: Path
+    source: Path | Weights
+    """A directory, or weights that are in memory already."""
     version: str | None
     """None: the version keeps its name."""
     flush_cache: bool
@@ -59,10 +61,10 @@ class Scheduler:
         cache: KVCache,
         max_rows: int,
         version: str,
-        load: Callable[[Path], None],
+        load: Callable[[Path | Weights], None],
         send: Callable[[Request, Snapshot], None],
     ) -> None:
-        """`load` puts the weights of a directory into `model`, or raises `ModelError` and leaves it as it was.
+        """`load` puts weights, or those of a directory, into `model`, or raises `ModelError` and leaves it as it was.
 
         `send` takes every snapshot: of a stream as it grows, of any request when it ends.
         """
@@ -134,10 +136,14 @@ class Scheduler:
         return not self.rows.requests and (self.paused or not self.waiting)
 
     def request_load(
-        self, path: Path, version: str | None, flush_cache: bool, reply: Callable[[bool, str, int], None]
+        self,
+        source: Path | Weights,
+        version: str | None,
+        flush_cache: bool,
+        reply: Callable[[bool, str, int], None],
     ) -> None:
         """Queues a load. Paused: it runs at the next step. Else it waits for the requests that came before it."""
-        self._loads.append(Load(path, version, flush_cache, self._arrivals, reply))
+        self._loads.append(Load(source, version, flush_cache, self._arrivals, reply))
 
     def rename(self, version: str) -> None:
         """Gives the current weights another name; tokens sampled so far keep the old one."""
@@ -180,9 +186,9 @@ class Scheduler:
             load.reply(False, "flush_cache is set but requests are running: retract or finish them first", num_live)
             return
         try:
-            self._load(load.path)
+            self._load(load.source)
         except (ModelError, MemoryError, RuntimeError) as error:  # torch reports a failed allocation as RuntimeError
-            log.error("load of %s failed: %s", load.path, error)
+            log.error("load of %s failed: %s", load.version, error)
             load.reply(False, f"Failed to update weights: {error}. The weights before stay in use.", num_live)
             return
         message = "Succeeded to update model weights."

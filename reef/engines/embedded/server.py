@@ -31,6 +31,7 @@ from reef.engines.embedded.http import (
     unless_client_leaves,
 )
 from reef.engines.embedded.text import Tokenizer
+from reef.engines.embedded.updates import Updates
 from reef.engines.embedded.wire import Call, Parser, result
 
 HEALTH_TIMEOUT_S = 20.0
@@ -51,6 +52,7 @@ class Server:
         served_model_name: str,
         info: Mapping[str, Any],
         incremental: bool,
+        updates: Updates,
     ) -> None:
         """`info` is reported by `/server_info`; `incremental` streams send each token once instead of all so far."""
         self._engine = engine
@@ -59,6 +61,7 @@ class Server:
         self._served_model_name = served_model_name
         self._info = info
         self._incremental = incremental
+        self._updates = updates
         self._started_s = time.time()
         self._live: dict[str, sequences.Request] = {}
 
@@ -68,6 +71,7 @@ class Server:
         routes = [
             Route("/generate", self.generate, methods=["POST", "PUT"]),
             Route("/update_weights_from_disk", self.update_weights, methods=post),
+            *self._updates.routes(),
             Route("/update_weight_version", self.update_version, methods=post),
             Route("/pause_generation", self.pause, methods=post),
             Route("/continue_generation", self.resume, methods=post),
@@ -79,6 +83,7 @@ class Server:
             Route("/get_model_info", self.model_info, methods=get),
             Route("/server_info", self.server_info, methods=get),
             Route("/get_server_info", self.server_info, methods=get),
+            Route("/v1/loads", self.loads, methods=get),
         ]
         app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
         return app if api_key is None else RequireKey(app, api_key)
@@ -262,6 +267,17 @@ class Server:
                 "build": f"reef-embedded torch-{torch.__version__} {self._info['dtype']}",
             }
         )
+
+    async def loads(self, _: Request) -> Response:
+        """GET /v1/loads: how much is in work."""
+        engine = self._engine
+        load = {
+            "num_running_reqs": engine.num_running,
+            "num_waiting_reqs": engine.num_waiting,
+            "max_total_num_tokens": engine.limits.max_total_tokens,
+            "max_running_requests": engine.limits.max_running_requests,
+        }
+        return respond({"loads": [load]})
 
     async def server_info(self, _: Request) -> Response:
         """GET /server_info: the arguments in force and what is going on."""

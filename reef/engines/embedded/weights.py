@@ -84,9 +84,18 @@ def load_weights(path: Path, arch: Architecture, dtype: torch.dtype) -> Weights:
     """
     tensors = _read(path)
     reach("load.engine")
+    return build_weights(tensors, str(path), arch, dtype)
+
+
+def build_weights(tensors: Tensors, source: str, arch: Architecture, dtype: torch.dtype) -> Weights:
+    """Checks and fuses tensors by their names in files; `source` is how messages call where they came from.
+
+    Raises:
+        ModelError: a tensor is missing, unknown, of another shape, or holds a NaN or an infinity.
+    """
     if arch.tied:
         tensors.pop("lm_head.weight", None)  # a copy of the embedding that some writers keep
-    _check(path, tensors, expected_shapes(arch))
+    _check(source, tensors, expected_shapes(arch))
     return Weights(
         embedding=tensors["model.embed_tokens.weight"].to(dtype, copy=True),
         layers=tuple(_fuse_layer(tensors, f"model.layers.{i}.", arch, dtype) for i in range(arch.num_layers)),
@@ -150,19 +159,19 @@ def _files(path: Path) -> list[Path]:
     return [path / name for name in sorted(set(names))]
 
 
-def _check(path: Path, tensors: Tensors, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check(source: str, tensors: Tensors, shapes: dict[str, tuple[int, ...]]) -> None:
     for problem, names in (
         ("lacks", sorted(shapes.keys() - tensors.keys())),
         ("holds unexpected", sorted(tensors.keys() - shapes.keys())),
     ):
         if names:
             more = f" and {len(names) - MAX_NAMES_IN_MESSAGE} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
-            raise ModelError(f"{path} {problem} tensors: {', '.join(names[:MAX_NAMES_IN_MESSAGE])}{more}")
+            raise ModelError(f"{source} {problem} tensors: {', '.join(names[:MAX_NAMES_IN_MESSAGE])}{more}")
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
-            raise ModelError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
+            raise ModelError(f"{source}: {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
         if not bool(torch.isfinite(tensors[name]).all()):
-            raise ModelError(f"{path}: {name} holds a NaN or an infinity")
+            raise ModelError(f"{source}: {name} holds a NaN or an infinity")
 
 
 def _fuse_layer(tensors: Tensors, prefix: str, arch: Architecture, dtype: torch.dtype) -> LayerWeights:

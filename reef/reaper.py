@@ -1,7 +1,7 @@
 """Cleans up after this process, however it ends: a shell that waits for our end of a pipe to close.
 
-Ray ends its own main processes with the one that started them (the kernel does), but its agents take half a minute to
-give up on a cluster that is gone, and its directory would stay for ever.
+Ray's agents take half a minute to give up on a cluster that is gone, SGLang never notices that whoever started it is
+gone, and the directories of both would stay for ever.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ class Reaper:
     """Ends processes and removes a directory, when told to or when this process is gone."""
 
     def __init__(self, directory: Path, pids: Iterable[int]) -> None:
+        """`pids` as kill(1) has them: a negative one is a whole process group."""
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT, str(directory), *map(str, pids)],
             stdin=subprocess.PIPE,

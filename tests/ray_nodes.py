@@ -1,0 +1,93 @@
+"""A real Ray cluster of several nodes on this machine: each has its own address of loopback, and its own processes."""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from reef.cluster import connection  # noqa: F401 (first: it sets what Ray reads when it is imported)
+
+# isort: split
+from ray.cluster_utils import Cluster
+
+HEAD = "127.0.0.1"
+SECOND = "127.0.0.2"
+OBJECT_STORE_BYTES = 80 * 2**20
+# By default Ray takes 15 s and more to find out that a node is gone, unless it says so itself.
+SOON = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
+
+
+class Nodes:
+    """The nodes of one cluster, by address."""
+
+    def __init__(self, cpus: int, directory: str) -> None:
+        self._nodes: dict[str, Any] = {}
+        self._cluster = Cluster()
+        self._directory = directory
+        self.add(HEAD, cpus, _system_config=SOON)
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self, address: str, cpus: int, **head: Any) -> None:
+        """Another node; the first is the head."""
+        arguments: dict[str, Any] = {"node_ip_address": address, "num_cpus": cpus}
+        arguments |= {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        arguments |= {"temp_dir": self._directory, **head}
+        self._nodes[address] = self._cluster.add_node(**arguments)
+
+    def raylet(self, address: str) -> psutil.Process:
+        """The process that stands for the node: all others there end with it."""
+        return psutil.Process(self._nodes[address].all_processes["raylet"][0].process.pid)
+
+    def kill(self, address: str) -> None:
+        """kill -9 of all that the node runs."""
+        self._cluster.remove_node(self._nodes.pop(address), allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def ray_nodes(cpus: int) -> Iterator[Nodes]:
+    """A cluster whose head has so many CPUs."""
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    try:
+        nodes = Nodes(cpus, directory)
+        try:
+            yield nodes
+        finally:
+            nodes.close()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def blind_node(nodes: Nodes, address: str, path: Path) -> Iterator[None]:
+    """One more node, with one CPU, on which `path` is an empty directory of its own. Needs root."""
+    ray = Path(sys.executable).with_name("ray")
+    start = f"{ray} start --address={nodes.address} --node-ip-address={address} --num-cpus=1 --block"
+    command = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {path} && exec {start}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        for each in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def may_unshare() -> bool:
+    """Whether this user may give a process its own mounts."""
+    tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True)
+    return tried.returncode == 0
