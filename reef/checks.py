@@ -28,6 +28,7 @@ MANAGED = {
     "weight-version": "nothing: it is the release's id",
     "context-length": "inference.context-length",
     "api-key": "nothing: engines listen on loopback, and only Reef talks to them",
+    "api-key-file": "nothing: Reef makes the keys of engines on other machines",
     "incremental-streaming-output": "nothing: Reef reads whole answers",
 }
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

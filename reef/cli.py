@@ -6,6 +6,7 @@ reef rollback RELEASE | promote RELEASE [--force]              move its chain
 reef replay [SCENARIO] [--to RELEASE]                          make a release again from the ledger
 reef doctor [--ledger]                                         what this machine has, and what is missing; or what is
                                                                wrong in the ledger, beside a running service too
+`serve --dry-run` and `doctor` answer for another machine with --gpus N --gpu-memory-gib G --nodes K.
 """
 
 import argparse

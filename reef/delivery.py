@@ -63,7 +63,7 @@ class Delivery:
         self._in_trainer = None
 
     async def load(self, release: Release) -> None:
-        """Put a release into the engines. Raises LoadFailedError where none takes it, from the trainer or from files."""
+        """Put a release into the engines, from trainer or files. Raises LoadFailedError where none of them takes it."""
         published = self._in_trainer
         if published is None or published.release_id != release.id:
             await self._engines.load(self._storage.published(release))

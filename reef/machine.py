@@ -1,10 +1,13 @@
 """This machine: its devices, its disks, its ports, and the versions of what is installed. Starts nothing."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,16 +18,29 @@ from reef.memory.hardware import Hardware, ranges, size_text
 
 LIBRARIES = ("torch", "transformers", "megatron-core", "ray", "fastapi", "sqlalchemy", "sglang", "wandb")
 GIB = 2**30
+TORCH_TIMEOUT_S = 120
+GPUS = """
+import json, torch.cuda as cuda
+print(json.dumps([cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())]))
+"""
 
 
 def hardware() -> Hardware:
     """The devices of this machine."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):  # then torch, which takes seconds to import, need not be asked
-        return Hardware((), psutil.virtual_memory().total)
-    import torch
+    has_driver = any(Path("/dev").glob("nvidia[0-9]*"))
+    return Hardware(visible_gpus() if has_driver else (), psutil.virtual_memory().total)
 
-    gpus = tuple(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
-    return Hardware(gpus, psutil.virtual_memory().total)
+
+def visible_gpus() -> tuple[int, ...]:
+    """Bytes of each GPU that torch sees; it is asked in a process of its own, since whoever asks takes some of them.
+
+    Raises:
+        ConfigError: torch cannot be asked.
+    """
+    done = subprocess.run([sys.executable, "-c", GPUS], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+    if done.returncode != 0:
+        raise ConfigError(f"torch cannot say which GPUs there are: {done.stderr.strip().splitlines()[-1:]}")
+    return tuple(json.loads(done.stdout))
 
 
 def simulated(num_gpus: int, gpu_memory_gib: float, num_nodes: int) -> Hardware:

@@ -29,7 +29,7 @@ class Nodes:
     def __init__(self, cpus: int, directory: str) -> None:
         self._nodes: dict[str, Any] = {}
         self._cluster = Cluster()
-        self._directory = directory
+        self.directory = directory
         self.add(HEAD, cpus, _system_config=SOON)
 
     @property
@@ -40,7 +40,7 @@ class Nodes:
         """Another node; the first is the head."""
         arguments: dict[str, Any] = {"node_ip_address": address, "num_cpus": cpus}
         arguments |= {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        arguments |= {"temp_dir": self._directory, **head}
+        arguments |= {"temp_dir": self.directory, **head}
         self._nodes[address] = self._cluster.add_node(**arguments)
 
     def raylet(self, address: str) -> psutil.Process:
@@ -69,13 +69,29 @@ def ray_nodes(cpus: int) -> Iterator[Nodes]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+# `ray start` would not join a cluster on loopback: this is what Cluster.add_node does, in a process of its own.
+NODE = """
+import sys, time
+from reef.cluster import connection
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+gcs_address, address, directory, memory = sys.argv[1:]
+Node(RayParams(
+    gcs_address=gcs_address, redis_address=gcs_address, node_ip_address=address, num_cpus=1, temp_dir=directory,
+    object_store_memory=int(memory), include_log_monitor=False, node_manager_port=0,
+    min_worker_port=0, max_worker_port=0,
+), head=False)
+time.sleep(600)
+"""
+
+
 @contextlib.contextmanager
 def blind_node(nodes: Nodes, address: str, path: Path) -> Iterator[None]:
     """One more node, with one CPU, on which `path` is an empty directory of its own. Needs root."""
-    ray = Path(sys.executable).with_name("ray")
-    start = f"{ray} start --address={nodes.address} --node-ip-address={address} --num-cpus=1 --block"
-    command = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {path} && exec {start}"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [sys.executable, "-c", NODE, nodes.address, address, nodes.directory, str(OBJECT_STORE_BYTES)]
+    process = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{path}" && exec "$@"', "sh", *arguments]
+    )
     try:
         yield
     finally:

@@ -111,8 +111,9 @@ def test_a_dry_run_says_what_it_checked_and_starts_and_writes_nothing(reef: Comm
 
 @pytest.mark.slow
 def test_a_dry_run_of_the_file_in_the_repository_passes_from_the_command_line(tmp_path: Path) -> None:
+    settings = ["--reef.run-dir", str(tmp_path / "run"), "--reef.port", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "reef", "serve", "--dry-run", "--reef.run-dir", str(tmp_path / "run")],
+        [sys.executable, "-m", "reef", "serve", "--dry-run", *settings],
         cwd=ROOT,
         capture_output=True,
         text=True,

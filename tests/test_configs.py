@@ -1,6 +1,5 @@
 """The files of configs/ pass the check that the service makes, for the machine that each says it is for."""
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -9,8 +8,9 @@ import pytest
 import yaml
 
 from reef import cli
+from reef.cluster.address import find_cluster
 from reef.config import Config, load
-from reef.memory.fit import plan
+from reef.memory.fit import Plan, plan
 from reef.memory.hardware import Hardware
 from reef.memory.parameters import of_model
 from reef.training.architecture import read_architecture
@@ -99,7 +99,7 @@ def test_each_passes_the_dry_run_of_its_machine(
 @pytest.mark.parametrize(
     ("stem", "flags", "message"),
     [
-        ("1-gpu", "--gpus 1 --gpu-memory-gib 16", "lower inference.options.mem-fraction-static (now 0.2)"),
+        ("1-gpu", "--gpus 1 --gpu-memory-gib 16", "lower inference.options.mem-fraction-static (now 0.18)"),
         ("2-gpus", "--gpus 2 --gpu-memory-gib 24", "GPU 0: trainer rank 0"),
         ("2-gpus", "--gpus 1 --gpu-memory-gib 80", "inference takes GPU 1, and there is GPU 0"),
         ("8-gpu-node", "--gpus 8 --gpu-memory-gib 79", "use more ranks: training.layout.tensor or pipeline"),
@@ -109,16 +109,24 @@ def test_each_passes_the_dry_run_of_its_machine(
 )
 def test_none_passes_for_a_smaller_machine(stem: str, flags: str, message: str, models: Path) -> None:
     file = CONFIGS / f"{stem}.yaml"
-    found = planned(load(file, with_model(file, models), ENVIRONMENT), flags)
+    found = planned(load(file, with_model(file, models), ENVIRONMENT), flags).problems
     assert any(message in problem for problem in found), found
 
 
-def planned(config: Config, flags: str) -> tuple[str, ...]:
-    """The problems on the machine that `--gpus N --gpu-memory-gib N --nodes N` describes."""
-    from reef.cluster.address import find_cluster
-
+def planned(config: Config, flags: str) -> Plan:
+    """The plan for the machine that `--gpus N --gpu-memory-gib N --nodes N` describes."""
     numbers = [int(number) for number in re.findall(r" (\d+)", flags)]
     gpus, gib, nodes = [*numbers, 1][:3]
     hardware = Hardware((gib * 2**30,) * gpus, 64 * 2**30, nodes, simulated=True)
     architecture = read_architecture(config.inference.model_path)
-    return plan(config, architecture, "bfloat16", hardware, find_cluster(config, os.environ)).problems
+    return plan(config, architecture, "bfloat16", hardware, find_cluster(config, {}))
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if flags_of(file)], ids=lambda file: file.stem)
+def test_the_page_about_hardware_shows_what_the_dry_run_says(file: Path, models: Path) -> None:
+    page = (CONFIGS.parent / "docs" / "hardware.md").read_text(encoding="utf-8")
+    config = load(file, with_model(file, models), ENVIRONMENT)
+    found = planned(config, " ".join(flags_of(file)))
+    assert found.problems == ()
+    indented = [f"{'' if number else 'memory':<10}{line}" for number, line in enumerate(found.lines)]
+    assert "\n".join(indented) in page

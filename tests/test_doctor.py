@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reef import checks, cli
 from reef.config import load
 from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
-from reef.machine import check_disks
+from reef.machine import check_disks, visible_gpus
 from reef.training.manifest import content_id
 from reef.types import Operation, Release
 
+properties = torch.cuda.get_device_properties
 SCENARIO = "arithmetic"
 SHA256 = hashlib.sha256(b"w" * 100).hexdigest()
 CONTENT = content_id({"model.safetensors": SHA256})
@@ -201,6 +203,10 @@ def test_the_doctor_answers_for_a_machine_that_is_not_here(tmp_path: Path, capsy
     assert errors == ""
     assert "GPU       0-7 with 40.0 GiB (simulated)" in output
     assert re.search(r"GPU 0: trainer rank 0 2\.\d GiB of 40\.0 GiB, 37\.\d GiB left", output)
+
+
+def test_torch_is_asked_for_the_gpus_in_a_process_of_its_own() -> None:
+    assert visible_gpus() == tuple(properties(index).total_memory for index in range(torch.cuda.device_count()))
 
 
 def test_disks_count_what_is_there_already_and_add_up_what_shares_one(tmp_path: Path) -> None:

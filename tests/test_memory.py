@@ -8,6 +8,7 @@ import pytest
 
 from reef.cluster.address import Address
 from reef.config import Config, Layout
+from reef.engines.sglang.launch import preferred
 from reef.memory import engine, parameters
 from reef.memory.engine import engine_memory
 from reef.memory.fit import Plan, plan
@@ -141,6 +142,15 @@ def test_bounds_of_the_embedded_engine_are_its_own() -> None:
 
     assert engine.EMBEDDED_CACHE_TOKENS == embedded.DEFAULT_MAX_TOTAL_TOKENS
     assert engine.EMBEDDED_CACHE_BYTES == embedded.DEFAULT_CACHE_BYTES
+
+
+def test_the_cache_that_reef_asks_sglang_for_on_a_cpu_is_the_one_that_is_counted(starter: Path) -> None:
+    architecture = read_architecture(starter)
+    for context in (None, 10**6):
+        config = config_of(inference={"backend": "sglang", "model-path": starter, "context-length": context})
+        need = engine_memory(architecture, config, "float32", 0, on_gpu=False)
+        assert need.cache_tokens == preferred(config, str(starter), {"device": "cpu"})["max-total-tokens"]
+        assert need.weights == 4 * parameters.of_model(architecture)
 
 
 def heads(found: Plan) -> list[str]:

@@ -8,14 +8,13 @@
                          /update_weights_from_distributed, /end_weight_update
     score                POST /generate with no new tokens: log-probabilities of given ids
 
-What an engine answers is checked here before it can become a record: as many log-probabilities as ids, spans without
-gaps, a finish reason, a whole that begins with what was streamed. Anything else is an EngineError (502), never mended.
+What it answers is checked by `reef.engines.answers`.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -23,36 +22,23 @@ import numpy as np
 import orjson
 from aiohttp.http_exceptions import HttpProcessingError
 
+from reef.engines.answers import (
+    MAX_ERROR_CHARS,
+    Chunk,
+    Progress,
+    chunk_of,
+    expected_shape,
+    generation_of,
+    message_of,
+    raise_for_event,
+)
 from reef.errors import BadRequestError, EngineError
-from reef.types import Bucket, FinishReason, Floats, Generation, Ids, Request, Sampling, Span
+from reef.types import Bucket, Floats, Generation, Request, Sampling
 
-MAX_ERROR_CHARS = 500  # of an engine's error body that is passed on
 MAX_EVENT_BYTES = 64 * 2**20  # one event of a stream: all tokens of a choice so far
 CONTROL_TIMEOUT_S = 30  # for a pause (the step in work ends first) and for what only reads state
 ABORT_TIMEOUT_S = 5
 FAR_APART = 4096  # tokens between the events of a stream that is only wanted whole; each repeats what came before
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """What one choice gained since the last chunk; `generation` is the whole of it, on its last chunk only."""
-
-    choice: int
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    top_logprobs: Sequence[tuple[tuple[float, int], ...]]
-    spans: tuple[Span, ...]  # of the choice so far, as far as it is certain; of all tokens on its last chunk
-    reproducible: bool  # as in Generation
-    generation: Generation | None
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What a stream has brought of one choice."""
-
-    ids: list[int] = field(default_factory=list)
-    spans: tuple[Span, ...] = ()
-    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +88,8 @@ class EngineClient:
         except (asyncio.CancelledError, EngineError):
             self._abort(request.id)  # of itself SGLang notices after 4 s that nobody waits
             raise
-        with _expected_shape():
-            return (_generation(answer, self._reproducible(answer, before), before == self._pauses),)
+        with expected_shape():
+            return (generation_of(answer, self._reproducible(answer, before), before == self._pauses),)
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk]:
         """Chunks of all choices as they come; closing the iterator early aborts the request on the engine.
@@ -114,7 +100,7 @@ class EngineClient:
 
     async def _chunks(self, request: Request, interval: int | None) -> AsyncGenerator[Chunk]:
         """`interval`: tokens between two chunks of a choice; None: as the engine likes."""
-        choices = [_Progress() for _ in range(request.n)]
+        choices = [Progress() for _ in range(request.n)]
         before = self._pauses
         payload = _payload(request, stream=True)
         if interval is not None:
@@ -127,10 +113,10 @@ class EngineClient:
                 while line := await response.content.readline(max_line_length=MAX_EVENT_BYTES):
                     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                         continue
-                    with _expected_shape():
+                    with expected_shape():
                         answer = orjson.loads(line[6:])
-                        _raise_for_event(answer)
-                        chunk = _chunk(answer, choices, self._reproducible(answer, before), before == self._pauses)
+                        raise_for_event(answer)
+                        chunk = chunk_of(answer, choices, self._reproducible(answer, before), before == self._pauses)
                     yield chunk
         if not all(choice.ended for choice in choices):
             raise EngineError("the engine's stream ended before its last token", code="engine_stream_cut")
@@ -164,7 +150,7 @@ class EngineClient:
             "logprob_start_len": 0,
         }
         answer = await self._post("/generate", payload)
-        with _expected_shape():
+        with expected_shape():
             entries = answer["meta_info"].get("input_token_logprobs") or []
             values = [entry[0] for entry in entries[1:]]
         if len(values) != len(ids) - 1 or any(value is None for value in values):
@@ -192,7 +178,7 @@ class EngineClient:
         payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
         answer = await self._post("/update_weights_from_disk", payload, timeout_s)
         if not isinstance(answer, dict) or not answer.get("success"):
-            raise EngineError(f"the engine did not load {path}: {_message_of(answer)}")
+            raise EngineError(f"the engine did not load {path}: {message_of(answer)}")
 
     async def join_group(
         self, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float
@@ -260,7 +246,7 @@ class EngineClient:
             if said := info.get("context_length") or info.get("max_context_length"):
                 return int(said)
         # SGLang says there only what it was told; what it took from the model stands in the list for OpenAI's clients.
-        with _expected_shape():
+        with expected_shape():
             models = (await self._get("/v1/models")).get("data") or [{}]
             said = models[0].get("max_model_len")
             return None if said is None else int(said)
@@ -291,7 +277,7 @@ class EngineClient:
         except BadRequestError as error:  # how SGLang answers what failed on its side as well
             raise EngineError(f"{route}: {error.message}") from None
         if not isinstance(answer, dict) or not answer.get("success"):
-            raise EngineError(f"{route}: the engine answered {_message_of(answer)[:MAX_ERROR_CHARS]}")
+            raise EngineError(f"{route}: the engine answered {message_of(answer)[:MAX_ERROR_CHARS]}")
 
     async def _post(self, route: str, payload: Mapping[str, Any], timeout_s: float | None = None) -> Any:
         timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
@@ -327,30 +313,13 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
         return
     body = await response.read()
     try:
-        message = _message_of(orjson.loads(body))
+        message = message_of(orjson.loads(body))
     except orjson.JSONDecodeError:  # a proxy in between may answer anything
         message = body.decode(errors="replace")
     message = message[:MAX_ERROR_CHARS]
     if response.status == 400:
         raise BadRequestError(f"the engine refused the request: {message}", code="engine_refused")
     raise EngineError(f"the engine answered {response.status}: {message}")
-
-
-def _message_of(body: Any) -> str:
-    """SGLang and ours answer {"error": {"message"}} or {"message"}."""
-    inner = body.get("error", body) if isinstance(body, dict) else body
-    return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
-
-
-@contextlib.contextmanager
-def _expected_shape() -> Iterator[None]:
-    """Reading a field that is not there, or not what it should be, is the engine's fault and no other's."""
-    try:
-        yield
-    except orjson.JSONDecodeError:
-        raise
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"the engine's answer has not the expected shape: {type(error).__name__}: {error}") from error
 
 
 def _payload(request: Request, stream: bool) -> dict[str, Any]:
@@ -385,123 +354,6 @@ def _sampling_params(sampling: Sampling, n: int) -> dict[str, Any]:
     }
     params.update({name: value for name, (value, is_set) in optional.items() if is_set})
     return params
-
-
-def _raise_for_event(answer: Mapping[str, Any]) -> None:
-    """SGLang begins every stream with status 200, and refuses a request in its first event."""
-    if "error" not in answer:
-        return
-    error, message = answer["error"], _message_of(answer)[:MAX_ERROR_CHARS]
-    if isinstance(error, dict) and error.get("code") == 400:
-        raise BadRequestError(f"the engine refused the request: {message}", code="engine_refused")
-    raise EngineError(f"the engine failed: {message}")
-
-
-def _chunk(answer: Mapping[str, Any], choices: Sequence[_Progress], reproducible: bool, undisturbed: bool) -> Chunk:
-    """One server-sent event. Ids and log-probabilities in it count from the start of the choice."""
-    index = int(answer.get("index", 0))
-    if not 0 <= index < len(choices) or choices[index].ended:
-        raise EngineError(f"the engine streamed choice {index}, which was not asked for or had ended")
-    choice, meta = choices[index], answer["meta_info"]
-    start = len(choice.ids)
-    ids, entries, tops = _tokens(answer, start)
-    ends = meta.get("finish_reason") is not None
-    if len(ids) < start or (ends and ids[:start] != choice.ids):
-        raise EngineError(f"the engine streamed {start} ids and then {len(ids)} that do not begin with them")
-    choice.spans = _spans(meta, len(ids), undisturbed) if ends else _spans_so_far(meta, len(ids), undisturbed, choice)
-    choice.ids += ids[start:]
-    choice.ended = ends
-    return Chunk(
-        choice=index,
-        ids=ids[start:],
-        logprobs=[_logprob(entry) for entry in entries[start:]],
-        top_logprobs=[_top(entry) for entry in tops[start:]],
-        spans=choice.spans,
-        reproducible=reproducible,
-        generation=_generation(answer, reproducible, undisturbed) if ends else None,
-    )
-
-
-def _generation(answer: Mapping[str, Any], reproducible: bool, undisturbed: bool) -> Generation:
-    ids, entries, tops = _tokens(answer)
-    meta = answer["meta_info"]
-    finish: Mapping[str, Any] = meta.get("finish_reason") or {}
-    try:
-        reason = FinishReason(str(finish.get("type")))
-    except ValueError:
-        raise EngineError(f"the engine returned no known finish reason: {finish!r}") from None
-    return Generation(
-        output_ids=_ids(ids),
-        logprobs=np.asarray([_logprob(entry) for entry in entries], dtype=np.float32),
-        finish_reason=reason,
-        spans=_spans(meta, len(ids), undisturbed),
-        matched=finish.get("matched"),
-        top_logprobs=tuple(_top(entry) for entry in tops),
-        reproducible=reproducible,
-    )
-
-
-def _tokens(answer: Mapping[str, Any], start: int = 0) -> tuple[list[int], list[Any], list[Any]]:
-    """Ids, and an entry (log-probability, id, ...) for each; top log-probabilities for each, or none at all.
-
-    Those before `start` were checked when an earlier event of the stream brought them.
-    """
-    ids, meta = answer.get("output_ids"), answer["meta_info"]
-    if not isinstance(ids, list):
-        raise EngineError("the engine returned no token ids")
-    if meta.get("completion_tokens", len(ids)) != len(ids):
-        raise EngineError(f"the engine returned {len(ids)} of {meta['completion_tokens']} ids")
-    entries = meta.get("output_token_logprobs") or []
-    if len(entries) != len(ids):
-        raise EngineError(f"the engine returned {len(ids)} ids and {len(entries)} log-probabilities")
-    new = zip(entries[start:], ids[start:], strict=True)
-    if any(type(token) is not int or entry[1] != token for entry, token in new):
-        raise EngineError("the engine's log-probabilities belong to other ids than those it returned")
-    tops = meta.get("output_top_logprobs") or []
-    if tops and len(tops) != len(ids):
-        raise EngineError(f"the engine returned {len(ids)} ids and {len(tops)} lists of top log-probabilities")
-    return ids, entries, tops
-
-
-def _ids(ids: Sequence[int]) -> Ids:
-    return np.asarray(ids, dtype=np.int32)
-
-
-def _logprob(entry: Sequence[Any]) -> float:
-    """An engine that writes JSON has no -inf: it is null there."""
-    return float("-inf") if entry[0] is None else float(entry[0])
-
-
-def _top(entry: Sequence[Sequence[Any]] | None) -> tuple[tuple[float, int], ...]:
-    return tuple((_logprob(item), int(item[1])) for item in entry or ())
-
-
-def _spans_so_far(meta: Mapping[str, Any], num_tokens: int, undisturbed: bool, choice: _Progress) -> tuple[Span, ...]:
-    """Those of a choice that goes on, as far as they are certain.
-
-    SGLang lists them at the end only. Until then it says which weights are loaded now: they made the tokens so far
-    where no load came in between.
-    """
-    changed = any(span.release_id != meta.get("weight_version") for span in choice.spans)
-    if not meta.get("weight_versions") and (changed or not undisturbed):
-        return choice.spans
-    return _spans(meta, num_tokens, undisturbed)
-
-
-def _spans(meta: Mapping[str, Any], num_tokens: int, undisturbed: bool) -> tuple[Span, ...]:
-    """Those of all tokens. `undisturbed`: no pause began since they were asked for, so one version made all."""
-    listed = meta.get("weight_versions")
-    if not listed:
-        version = meta.get("weight_version")
-        if version is None or not undisturbed:
-            raise EngineError("the engine does not say which weights it used")
-        return (Span(0, num_tokens, str(version)),) if num_tokens else ()
-    spans = tuple(Span(int(item["start"]), int(item["end"]), str(item["version"])) for item in listed)
-    spans = tuple(span for span in spans if span.end > span.start)
-    edges = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != edges[:-1] or edges[-1] != num_tokens:
-        raise EngineError(f"the engine's weight spans {listed} do not cover its {num_tokens} tokens")
-    return spans
 
 
 async def wait_healthy(client: EngineClient, poll_s: float = 0.1) -> None:

@@ -156,6 +156,8 @@ class EngineHost:
     async def _spawn(self, launch: Launch, directory: Path) -> None:
         try:
             with self._log.open("ab") as output:
+                if self._site.key is not None:
+                    self._log.chmod(0o600)  # SGLang writes the key into it
                 self._log_begin = output.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *launch.command,

@@ -223,6 +223,8 @@ class Replica:
             assert published is not None
             if (await client.model_info()).get("weight_version") != published.release_id:
                 await client.load(published.path, published.release_id, True, self._settings.load_timeout_s)
+                if self._host is None:  # a load that failed before may have left it paused
+                    await client.resume()
             await self._verify(published)
             if published is self._wanted:
                 self._open(published)
@@ -253,9 +255,6 @@ class Replica:
         again = "restarting" if self._host is not None else "trying once more with"
         log.warning("release %s did not load, %s %s: %s", published.release_id, again, self.name, failure)
         self._leave("restarting", failure)
-        if self._host is None and self._client is not None:  # not ours to end: it must not stay paused
-            with contextlib.suppress(ReefError):
-                await self._client.resume()
         await self._bring_up()
 
     async def _load_in_place(self, published: Published, transfer: Transfer | None) -> None:
@@ -276,7 +275,8 @@ class Replica:
                     self._client, self.name, self._settings.tensor, transfer, published, flush_cache, timeout_s
                 )
         except BaseException:
-            if self._host is None:  # not ours: leave it as we found it; ours is replaced
+            # Not ours: leave it as we found it, but not going on with half of a release. Ours is replaced.
+            if self._host is None and transfer is None:
                 with contextlib.suppress(ReefError):
                     await self._client.resume()
             raise

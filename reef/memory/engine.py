@@ -17,7 +17,7 @@ EMBEDDED_CACHE_TOKENS, EMBEDDED_CACHE_BYTES = 65536, 2 * 2**30
 """The embedded engine's own bounds where `max-total-tokens` is not set; it stays below both."""
 
 SGLANG_CPU_RUNTIME_BYTES = 1400 * 2**20
-"""SGLang's three processes on a CPU, with a model of next to no size: measured."""
+"""SGLang's three processes on a CPU, with a model of next to no size."""
 
 _SGLANG_DEFAULTS = (  # GPUs below this GiB: tokens of a prefill chunk, requests of the largest CUDA graph
     (20, 2048, 8),
@@ -49,7 +49,7 @@ def engine_memory(
 
     Args:
         file_dtype: of the model's config.json.
-        capacity: bytes of the rank's GPU: SGLang fills a share of it. Without one nobody asks.
+        capacity: bytes of the rank's GPU, or of the machine without one: SGLang fills a share of it.
     """
     inference = config.inference
     options = {name.replace("_", "-"): value for name, value in inference.options.items()}
@@ -63,7 +63,10 @@ def engine_memory(
         tokens = tokens if limit is None else min(tokens, int(limit))
     elif inference.backend == "sglang":
         working = SGLANG_CPU_RUNTIME_BYTES
-        tokens = int(limit or _cpu_cache_tokens(architecture, config))
+        if limit is None and "mem-fraction-static" in options:
+            tokens = max(0, _sglang_static(options, working, capacity) - weights) // per_token
+        else:
+            tokens = int(limit or _cpu_cache_tokens(architecture, config))
     else:
         working = EMBEDDED_RUNTIME_BYTES
         tokens = int(limit or min(EMBEDDED_CACHE_TOKENS, EMBEDDED_CACHE_BYTES // per_token))

@@ -65,8 +65,8 @@ def _stages(config: Config, architecture: Architecture, hardware: Hardware) -> l
 def _engine(config: Config, architecture: Architecture, file_dtype: str, hardware: Hardware) -> EngineMemory | None:
     if config.inference.url is not None:
         return None
-    capacity = min(hardware.gpus, default=hardware.memory)
     on_gpu = engines_on_gpu(config, hardware)
+    capacity = min(hardware.gpus) if on_gpu else hardware.memory
     return engine_memory(architecture, config, file_dtype, capacity, on_gpu=on_gpu)
 
 

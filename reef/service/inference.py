@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 from starlette.requests import Request as HttpRequest
 
-from reef.engines.client import Chunk, EngineClient
+from reef.engines.answers import Chunk
+from reef.engines.client import EngineClient
 from reef.errors import BadRequestError, EngineError, ReefError
 from reef.faults import reach
 from reef.ledger import receipts

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from reef.chat.template import Detokenizer, Template, cut_at_stop
-from reef.engines.client import Chunk
+from reef.engines.answers import Chunk
 from reef.errors import BadRequestError, ReefError
 from reef.service.errors import error_body
 from reef.service.house import House

@@ -292,7 +292,9 @@ class Trainer:
 
     def _meeting_host(self) -> str:
         """Where rank 0 listens for engines: loopback, or on a cluster of several machines its own machine's address."""
-        return "127.0.0.1" if self._is_local else self._addresses[0]
+        if self._is_local or not self._addresses:  # (without workers, the call itself says so)
+            return "127.0.0.1"
+        return self._addresses[0]
 
     @property
     def _is_local(self) -> bool:

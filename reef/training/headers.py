@@ -25,6 +25,7 @@ class TensorHeader:
 
     dtype: str  # a key of ITEM_BYTES
     shape: tuple[int, ...]
+    begin: int  # of its bytes in the file
     size_bytes: int
 
 
@@ -75,21 +76,21 @@ def read_header(path: Path) -> FileHeader:
         values = json.loads(text)
         values.pop("__metadata__", None)
         ordered = dict(sorted(values.items(), key=lambda item: item[1]["data_offsets"]))
-        tensors = {name: _tensor(path, name, value) for name, value in ordered.items()}
+        raw = length + text
+        tensors = {name: _tensor(path, name, value, len(raw)) for name, value in ordered.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refused(f"cannot read {path}: it is not a safetensors file ({error!r:.100})") from None
-    raw = length + text
     expected = len(raw) + sum(tensor.size_bytes for tensor in tensors.values())
     if path.stat().st_size != expected:
         raise _refused(f"{path} has {path.stat().st_size} bytes, its header says {expected}: fetch it again")
     return FileHeader(raw, tensors)
 
 
-def _tensor(path: Path, name: str, value: Any) -> TensorHeader:
+def _tensor(path: Path, name: str, value: Any, data: int) -> TensorHeader:
     dtype, (begin, end) = value["dtype"], value["data_offsets"]
     if dtype not in ITEM_BYTES:
         raise _refused(f"{path}: {name} is {dtype}; Reef trains {', '.join(ITEM_BYTES)}")
-    return TensorHeader(dtype, tuple(value["shape"]), end - begin)
+    return TensorHeader(dtype, tuple(value["shape"]), data + begin, end - begin)
 
 
 def _refused(reason: str) -> ConfigError:

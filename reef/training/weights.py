@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import safe_open
 
 from reef.errors import ConfigError, LoadFailedError
 from reef.training.headers import read_headers
@@ -23,6 +23,7 @@ class WeightFiles:
     files: Mapping[str, str]  # file name by tensor name, in the order of each file's data
     dtypes: Mapping[str, torch.dtype]  # by tensor name
     shapes: Mapping[str, tuple[int, ...]]  # by tensor name
+    begins: Mapping[str, int]  # of a tensor's bytes in its file, by tensor name
     headers: Mapping[str, bytes]  # what each file begins with, by file name: all but its tensors' bytes
 
     def names_in(self, file_name: str) -> list[str]:
@@ -34,16 +35,17 @@ class WeightFiles:
         return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     def read(self, name: str, split: int | None, rank: int, size: int) -> torch.Tensor:
-        """Read rank's part of a tensor, cut into `size` along dimension `split` (None: all of it)."""
-        with safe_open(self.directory / self.files[name], framework="pt") as file:
-            if split is None or size == 1:
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
-            view = file.get_slice(name)
-            length = view.get_shape()[split] // size
-            part = slice(rank * length, (rank + 1) * length)
-            sliced: torch.Tensor = view[part] if split == 0 else view[:, part]
-            return sliced
+        """Rank's part of a tensor, cut into `size` along dimension `split` (None: all of it).
+
+        It lies in the file still, mapped into memory: to be copied from at once, and let go.
+        """
+        path, begin = self.directory / self.files[name], self.begins[name]
+        data = np.memmap(path, np.uint8, "c", begin, (self.size_bytes(name),))
+        tensor = torch.from_numpy(data).view(self.dtypes[name]).view(self.shapes[name])
+        if split is None:
+            return tensor
+        length = tensor.shape[split] // size
+        return tensor.narrow(split, rank * length, length)
 
 
 def open_weights(model_path: Path) -> WeightFiles:
@@ -59,6 +61,7 @@ def open_weights(model_path: Path) -> WeightFiles:
         files={name: file for file, name, _ in tensors},
         dtypes={name: _DTYPES[found.dtype] for _, name, found in tensors},
         shapes={name: found.shape for _, name, found in tensors},
+        begins={name: found.begin for _, name, found in tensors},
         headers={file: header.raw for file, header in headers.items()},
     )
 

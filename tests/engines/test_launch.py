@@ -55,9 +55,11 @@ def test_without_a_gpu_sglang_gets_what_it_needs_there(tmp_path, config, starter
     assert "--sleep-on-idle" in words
     made = environment(settings, "engine-0", tmp_path, 4000)
     assert made["PYTHONPATH"].startswith(str(STUBS))
-    assert made["TMPDIR"] == str(tmp_path)
+    assert (made["TMPDIR"], made["no_proxy"]) == (str(tmp_path), "*")
     assert (made["OMP_NUM_THREADS"], made["GLOO_SOCKET_IFNAME"], made["MASTER_PORT"]) == ("1", "lo", "4000")
     assert "CUDA_VISIBLE_DEVICES" not in made
+    two = environment(config(tmp_path, *SGLANG, "--inference.tensor", "2"), "engine-0", tmp_path, 4000)
+    assert two["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1  # a list of cores for each rank
 
 
 def test_what_the_options_say_wins_over_what_reef_prefers(tmp_path, config, starter) -> None:

@@ -226,7 +226,7 @@ def test_an_engine_that_cannot_start_says_why_with_the_end_of_its_log(tmp_path, 
 
     async def run():
         engines = Engines(config(tmp_path), Metrics())
-        with pytest.raises(EngineError, match=r"(?s)engine-0: the engine ended with 2.*config\.json"):
+        with pytest.raises(EngineError, match=r"(?s)engine-0 ended with 2.*config\.json"):
             await engines.start(published("r0", damaged))
         await engines.stop()
 

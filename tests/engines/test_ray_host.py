@@ -55,6 +55,7 @@ def test_an_engine_runs_where_there_is_room_answers_who_has_its_key_and_comes_ba
             assert first["url"].startswith(f"http://{SECOND}:")
             assert await answered(engines) == "r1"
             assert await status_without_key(first["url"]) == 401
+            assert (on_nodes.logs_dir / "engine-0.log").stat().st_mode & 0o077 == 0
             assert "--api-key " not in " ".join(psutil.Process(first["pid"]).cmdline())
 
             actor = psutil.Process(first["pid"]).parent()

@@ -352,7 +352,6 @@ def test_a_load_that_fails_on_an_attached_server_leaves_it_running_and_closes_th
         assert [route for route in routes(fake_engine) if route.startswith(("/update", "/continue"))] == [
             "/update_weights_from_disk",
             "/continue_generation",  # it is left as it was found
-            "/continue_generation",
             "/update_weights_from_disk",  # tried twice
         ]
         assert seen(replica) == ("failed", "v0", "the engine did not load /weights: no disk")
@@ -432,16 +431,39 @@ def test_a_server_that_dies_waits_for_the_files_of_the_release_wanted_and_says_t
     asyncio.run(main())
 
 
+class Gone:
+    """A trainer that no engine can meet."""
+
+    buckets = ()
+    backend = "gloo"
+
+    def joined(self, engine):
+        return False
+
+    async def listen(self, engine):
+        raise EngineError("the trainer is gone")
+
+
+def test_an_attached_server_that_may_hold_half_of_a_release_goes_on_once_it_has_read_the_files(
+    attached, published, fake_engine
+) -> None:
+    async def work(replica):
+        begin = len(fake_engine.calls)
+        await replica.load(published("r1"), Gone())
+        assert seen(replica) == ("ready", "r1", None)
+        changes = ("/pause", "/continue", "/update")
+        assert [route for route, _ in fake_engine.calls[begin:] if route.startswith(changes)] == [
+            "/pause_generation",
+            "/update_weights_from_disk",
+            "/continue_generation",
+        ]
+
+    attached(work)
+
+
 def test_a_transfer_that_fails_restarts_nothing_since_there_are_no_files_to_restart_with(
     with_replica, published
 ) -> None:
-    class Gone:
-        buckets = ()
-        backend = "gloo"
-
-        async def listen(self, engine):
-            raise EngineError("the trainer is gone")
-
     async def work(replica, host):
         with pytest.raises(LoadFailedError, match="the trainer is gone"):
             await replica.load(in_trainer(published("r1")), Gone())

@@ -69,7 +69,8 @@ class Owned:
 @pytest.fixture(scope="module")
 def owned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owned]:
     run_dir = tmp_path_factory.mktemp("an engine") / "run"
-    command = [sys.executable, str(OWNER), str(run_dir), *SGLANG, "--inference.options.max-running-requests", "7"]
+    settings = ("--inference.tensor", "2", "--inference.options.max-running-requests", "7")
+    command = [sys.executable, str(OWNER), str(run_dir), *SGLANG, *settings]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     try:
@@ -90,8 +91,18 @@ def test_it_holds_the_release_and_says_how_long_a_text_may_be(owned) -> None:
     assert httpx.get(f"{owned.url}/model_info").json()["weight_version"] == "r0"
     info = httpx.get(f"{owned.url}/server_info", timeout=30).json()
     assert (info["version"], info["context_length"], info["dtype"]) == ("0.5.23", 512, "float32")
-    assert (info["device"], info["attention_backend"], info["tp_size"]) == ("cpu", "torch_native", 1)
+    assert (info["device"], info["attention_backend"], info["tp_size"]) == ("cpu", "torch_native", 2)
     assert info["internal_states"][0]["max_running_requests"] == 7  # an option
+
+
+def test_two_tensor_ranks_score_as_a_float32_forward_does(owned, reference, starter) -> None:
+    ids = [1, 294, 201, 20, 13, 21, 31, 2, 201, 1, 298, 297, 201]
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+    answer = httpx.post(f"{owned.url}/generate", json=body, timeout=60).json()
+    scores = [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+    table = reference(starter, ids)
+    expected = [table[i, token].item() for i, token in enumerate(ids[1:])]
+    assert scores == pytest.approx(expected, abs=1e-4)
 
 
 def test_every_port_that_it_opens_is_one_of_loopback(owned) -> None:
@@ -121,7 +132,7 @@ def test_it_sleeps_while_there_is_nothing_to_do(owned) -> None:
 
 
 def test_nothing_of_it_is_left_when_the_process_that_started_it_is_killed(owned) -> None:
-    assert len(owned.processes) >= 3  # server, scheduler, detokenizer
+    assert len(owned.processes) >= 4  # server, two schedulers, detokenizer
     assert owned.directory.is_dir()
     owned.owner.kill()
     owned.owner.wait()

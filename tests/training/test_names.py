@@ -19,7 +19,9 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from safetensors.torch import load_file
 
 from reef.training import convert
+from reef.training.manifest import content_id_of
 from reef.training.worker import MegatronWorker
+from tests.training.test_worker import reference_logprobs
 
 IDS = np.arange(20, dtype=np.int32) * 3
 
@@ -111,6 +113,29 @@ def assert_names_are_megatrons(names: dict[str, str], module: Any) -> None:
         prefix = f"decoder.layers.{number}.mlp.experts."
         ours = {name: p for name, p in module.named_parameters() if name.startswith(prefix)}
         assert {names[name].removeprefix(prefix): p.shape for name, p in ours.items()} == shapes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with Transformer Engine")
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+def test_on_a_gpu_layers_are_transformer_engines_and_give_back_the_same_bits(
+    make_model: Callable[..., Path], make_worker: Callable[..., MegatronWorker], tmp_path: Path, architecture: str
+) -> None:
+    """Written where there is no GPU, and never run yet."""
+    path = make_model(architecture, dtype="bfloat16")
+    worker = make_worker(path, dtype="bfloat16")
+    try:
+        names = {name for name, _ in worker._policy.module.named_parameters()}
+        found = worker.logprobs([IDS], 1.0)
+        published = worker.publish("r1", tmp_path)
+    finally:
+        worker.close()
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+    assert ("decoder.layers.0.mlp.experts.linear_fc1.weight0" in names) == (architecture == "qwen3_moe")
+    assert found is not None
+    assert published is not None
+    np.testing.assert_allclose(found[0], reference_logprobs(path, IDS, 1.0).detach(), atol=0.1)
+    assert published.content_id == content_id_of(path)
 
 
 def test_a_parameter_that_no_model_has_is_an_error(make_model: Callable[..., Path], worker: MegatronWorker) -> None:

@@ -129,14 +129,20 @@ def environment(config: Config, name: str, directory: Path, port: int) -> dict[s
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health need not generate a token, which takes a second
         "HF_HUB_OFFLINE": "1",  # the model is a directory
+        "no_proxy": "*",  # it asks itself whether it is up, which no proxy of the user's can answer
+        "NO_PROXY": "*",
     }
     if runs_on_cpu(inference.options):
         paths = [str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])]
         made |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
         made |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}  # names of shared memory are made of these
+        made["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile asks Triton for its version, and that is a stub
         # Threads beyond the cores fight each other: that made it 30 times slower on two busy ones.
         made["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         made["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        if inference.tensor > 1:  # it gives each rank a NUMA node of its own else, and refuses more ranks than nodes
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            made["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * inference.tensor)
     elif inference.devices is not None:
         made["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices(config, name)))
     return made

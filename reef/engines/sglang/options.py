@@ -45,6 +45,7 @@ MANAGED = {
     "encoder_only": "nothing: Reef asks for text",
     "is_embedding": "nothing: Reef asks for text",
     "incremental_streaming_output": "nothing: Reef reads whole answers",
+    "enable_deterministic_inference": "nothing: requests without a seed would all get the same one, and answer alike",
     "delete_ckpt_after_loading": "nothing: the files of a release are Reef's",
     "config": "inference.options itself",
 }
