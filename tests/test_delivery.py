@@ -53,6 +53,7 @@ def test_every_release_is_sent_and_every_third_is_written_and_the_last_at_the_en
     asyncio.run(live())
 
 
+@pytest.mark.slow  # many
 @pytest.mark.parametrize("point", CRASHES)
 def test_a_crash_anywhere_loses_no_report_and_the_head_is_written_and_served_again(house: House, point: str) -> None:
     async def live() -> None:

@@ -79,6 +79,7 @@ def test_what_disk_or_database_refuses_is_tried_again_and_no_step_is_repeated(ho
     asyncio.run(live())
 
 
+@pytest.mark.slow  # many
 @pytest.mark.parametrize("point", CRASHES)
 def test_a_crash_anywhere_loses_no_report_and_trains_none_twice(tmp_path: Path, point: str) -> None:
     house = House(tmp_path / "run", "--storage.keep", "1", "--storage.keep-checkpoints", "1")

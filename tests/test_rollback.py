@@ -95,6 +95,7 @@ def test_a_rollback_gives_a_step_in_work_up_and_its_reports_wait_again(house: Ho
     asyncio.run(live())
 
 
+@pytest.mark.slow  # many
 @pytest.mark.parametrize("point", ["restore", "publish", "jump", "load", "set_verified", "save", "set_checkpoint"])
 def test_a_crash_in_a_rollback_leaves_it_done_or_not_begun(house: House, point: str) -> None:
     async def live() -> None:

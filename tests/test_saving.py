@@ -148,6 +148,7 @@ def test_workers_lost_over_it_leave_the_head_with_a_checkpoint_and_nothing_half_
     asyncio.run(live())
 
 
+@pytest.mark.slow  # many
 @pytest.mark.parametrize("point", ["copy", "save_done", "save", "saved", "set_checkpoint", "step", "commit"])
 def test_a_crash_while_it_is_written_leaves_the_one_before_it_in_use(house: House, point: str) -> None:
     async def live() -> None:

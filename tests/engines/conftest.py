@@ -242,7 +242,7 @@ def start_embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSe
         server.stop()
 
 
-@pytest.fixture(scope="package", params=["embedded", "sglang"])
+@pytest.fixture(scope="package", params=["embedded", pytest.param("sglang", marks=pytest.mark.slow)])
 def contract_server(
     request: pytest.FixtureRequest,
     config: Callable[..., Config],

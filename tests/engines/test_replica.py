@@ -382,6 +382,7 @@ def test_an_attached_server_that_is_gone_for_a_while_is_out_of_rotation_until_it
 ) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.02)
     monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.02)
 
     async def work(replica):
         fake_engine.answers["/model_info"] = refuses

@@ -24,6 +24,8 @@ from reef.training.worker import MegatronWorker
 from reef.types import Batch, Sample
 from tests.training.rank_bytes import measure
 
+pytestmark = pytest.mark.slow  # whole workers, measured
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LARGER = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 14}

@@ -28,7 +28,7 @@ from reef.types import Batch, Bucket
 MakeModel = Callable[..., Path]
 MakeBatch = Callable[..., Batch]
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 HOST = "127.0.0.1"
 LARGE = Bucket(("large",), ("float32",), ((8 * 2**20,),))  # more than sockets hold on their way
