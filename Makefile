@@ -28,7 +28,7 @@ lint: $(INSTALLED)
 bench-ledger: $(INSTALLED)  ## a ledger of a million receipts beside one of a thousand
 	$(RUN) benchmarks.ledger
 
-bench: $(INSTALLED)  ## every figure in docs/performance.md, each beside its reference
+bench: sglang-cpu  ## every figure in docs/performance.md, each beside its reference
 	$(RUN) benchmarks
 
 install: $(INSTALLED)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 # One process each: none inherits another's threads or memory. The last one writes the page.
-NAMES = ("engine", "step", "publish", "gateway", "ledger", "loop", "demo", "report")
+NAMES = ("engine", "step", "publish", "checkpoint", "gateway", "ledger", "loop", "demo", "report")
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from benchmarks.common import RESULTS, ROOT
 PAGE = ROOT / "docs" / "performance.md"
 HEAD = """# Performance
 
-Written by `make bench` (about a quarter of an hour, on an otherwise idle machine); do not edit. Every figure stands
+Written by `make bench` (about half an hour, on an otherwise idle machine); do not edit. Every figure stands
 beside its reference from the same run. Machine: {machine}.
 """
 
@@ -123,6 +123,42 @@ def step() -> str:
     )
 
 
+def publish() -> str:
+    found = read("publish")
+    lines = [
+        (
+            row["server"],
+            row["transport"],
+            *(f"{row[name]:.3f}" for name in ("pause_s", "transfer_s", "verify_s", "read_s")),
+            f"{row['ratio']:.2f}",
+        )
+        for row in found["loads"]
+    ]
+    head = ["Engine", "Transport", "Pause, s", "of it transfer, s", "Verify, s", "Reading the file, s", "Pause / read"]
+    return (
+        f"\n## From the trainer to the engine\n\nA release of {found['parameters'] / 1e6:.0f}M parameters in float32 "
+        f"({found['size_bytes'] / 1e6:.0f} MB), written by one Megatron\n"
+        f"worker in {found['publish_s']:.2f} s, then read by an engine, or sent to it over gloo. The reference is the\n"
+        "time to read its file into memory in the same run (`python -m benchmarks.publish`).\n\n" + rows(head, lines)
+    )
+
+
+def checkpoint() -> str:
+    found = read("checkpoint")
+    lines = [
+        ("written while training stands still (the reference)", f"{found['whole_s']:.3f}"),
+        ("begun: training stands still", f"{found['begin_s']:.3f}"),
+        ("finished between two later steps: training stands still", f"{found['finish_s']:.3f}"),
+        ("a step", f"{found['step_s']:.3f}"),
+        ("a step while it is written", f"{found['step_meanwhile_s']:.3f}"),
+    ]
+    return (
+        f"\n## A checkpoint\n\nOf {found['parameters'] / 1e6:.0f}M parameters, "
+        f"{found['checkpoint_bytes'] / 1e6:.0f} MB (`python -m benchmarks.checkpoint`).\n\n"
+        + rows(["What", "Seconds"], lines)
+    )
+
+
 def ledger() -> str:
     found = read("ledger")
     small, large = (f"{size:,}" for size in found["receipts"])
@@ -146,7 +182,7 @@ def ledger() -> str:
 def main() -> None:
     machine = read("loop")["machine"]
     text = f"{machine['cores']} cores, no GPU, {machine['platform']}, Python {machine['python']}"
-    parts = (demo, loop, gateway, ledger, engine, step)
+    parts = (demo, loop, gateway, ledger, engine, step, publish, checkpoint)
     PAGE.write_text(HEAD.format(machine=text) + "".join(part() for part in parts), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
 

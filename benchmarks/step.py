@@ -59,7 +59,7 @@ CASES = (
         {
             "vocab_size": 8192,
             "hidden_size": 384,
-            "intermediate_size": 1152,
+            "intermediate_size": 1408,
             "num_hidden_layers": 8,
             "num_attention_heads": 6,
             "num_key_value_heads": 3,

@@ -67,6 +67,7 @@ class Chain:
         self._write = partial(progress.until_stored, ledger.write_owned)
         self.scenario: str | None = None
         self.astray = False  # the trainer is not at the head: a step is not committed, or a rollback was given up
+        self.unserved = False  # the engines were not given the head as it is: workers were lost before they had it
 
     async def head(self) -> Release:
         """The newest link, as its owner sees it. The scenario has been created, and so has its base.
@@ -87,32 +88,63 @@ class Chain:
             await self.finish_save()
         head = await self.head()
         self._delivery.forget()
-        if not await self._recovery.bring(head, fresh, is_head=True) and head.operation is not Operation.BASE:
+        all_whole = await self._recovery.bring(head, fresh, is_head=True)
+        self.unserved |= (await self.head()).content_id != head.content_id  # engines hold what it was
+        if not all_whole and head.operation is not Operation.BASE:
             await self._recovery.save(head)
         self.astray = False
 
     async def write(self) -> None:
         """The head's files, for engines that cannot start without, and for the next start of the service."""
+        if self.scenario is None:
+            return
         head = await self.head()
+        if head.restorable and not self._engines.lack_files:
+            return
         try:
-            if head.restorable:
-                self._engines.provide(self._storage.published(head))
-            else:
-                await self._delivery.write(head)
+            await self._delivery.mend(head)
+            self._engines.provide(self._storage.published(head))
         except LoadFailedError as error:
             await self.quarantine(head, error.message)
 
     async def serve(self, release: Release) -> None:
-        """Have the engines load the head; where none does, quarantine it and serve what was verified before."""
+        """Have the engines load the head; where none does, quarantine it and serve what was verified before.
+
+        Raises:
+            WorkersLostError: it was to be written for the engines, and could not; what was verified before is served.
+        """
         self._progress.phase = "loading"
+        self.unserved = True
         try:
             await self._delivery.load(release)
         except LoadFailedError as error:
             await self.quarantine(release, error.message)
+            self.unserved = False
             await self._go_back(release)
             return
+        except WorkersLostError:  # they were to write what no engine took; fresh ones may take long to be there
+            await self._go_back(release)
+            raise
+        self.unserved = False
         await self._write(releases.set_verified, release.id, time.time())
-        self._progress.error = None
+        self._progress.paused = self._progress.error = None
+
+    async def serve_head(self) -> None:
+        """Have the engines load the head, where they were not given it; from its files, which are written first."""
+        self.unserved = (await self.head()).state is ReleaseState.RELEASED
+        if self.unserved:
+            await self.write()
+            await self.serve(await self.head())
+
+    async def fall_back(self) -> None:
+        """Have the engines load the newest release that is on disk, for nobody writes the head any more."""
+        try:
+            served: Release = await self._read(releases.served, self.scenario)  # the base at least
+            await self._engines.load(self._storage.published(served))
+        except ReefError as error:
+            log.error("nothing is served: %s", error.message)
+        else:
+            log.warning("%s is served: the head was in the trainer alone, which is gone", served.id)
 
     async def hold(self, release: Release, wake: Callable[[], None]) -> None:
         """Have the gate hold the head; where no engine loads it, quarantine it."""

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,6 +15,7 @@ from reef.cluster.address import check_cluster, find_cluster
 from reef.config import Config, without_password
 from reef.engines.launch import flags
 from reef.errors import ConfigError, LoadFailedError
+from reef.headers import read_headers
 from reef.machine import LIBRARIES, check_disks, check_port, version
 from reef.memory.hardware import Hardware, size_text
 from reef.types import Operation
@@ -31,6 +33,8 @@ MANAGED = {
     "api-key-file": "nothing: Reef makes the keys of engines on other machines",
     "incremental-streaming-output": "nothing: Reef reads whole answers",
 }
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ROUNDING = 0.01  # what rounding to bfloat16 moves log-probabilities by, at least, after a few steps
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -63,7 +67,7 @@ def doctor(config: Config, hardware: Hardware) -> Findings:
         try:
             lines += check(config, hardware)
         except ConfigError as error:
-            problems.append(error.message)
+            problems += [] if error.message in problems else [error.message]
     if not problems:
         found = _fits(config, hardware)
         lines, problems = [*lines, *found.lines], found.problems
@@ -104,6 +108,12 @@ def _model(config: Config, _hardware: Hardware) -> list[str]:
 def _engine(config: Config, _hardware: Hardware) -> list[str]:
     inference = config.inference
     if inference.url is not None:
+        host = urlsplit(inference.url).hostname
+        if config.training.sync.transport == "distributed" and host not in LOOPBACK and find_cluster(config) is None:
+            raise ConfigError(
+                f"training.sync.transport is distributed, and the trainer's ranks meet on loopback, where {host} "
+                "cannot join them: use transport disk, or a Ray cluster (training.ray-address)"
+            )
         return [f"engine    attached: {inference.url}"]
     check_engine_options(config)
     if inference.backend == "embedded":
@@ -115,23 +125,47 @@ def _engine(config: Config, _hardware: Hardware) -> list[str]:
         except ModelError as error:
             raise ConfigError(str(error), param="inference.model-path") from None
     options = f"options {inference.options or 'default'}"
-    return [f"engine    {inference.backend}, {options}, on loopback at a port that the kernel gives"]
+    where = "on loopback" if find_cluster(config) is None else "on whatever node Ray gives it"
+    return [f"engine    {inference.backend}, {options}, {where}, at a port that the kernel gives"]
 
 
 def _training(config: Config, _hardware: Hardware) -> list[str]:
     training = config.training
     if training.backend == "none":
         return ["training  none: records only"]
-    from reef.training.architecture import check_layout, read_architecture
+    from reef.training.architecture import check_layout, check_recompute, read_architecture
     from reef.training.tensors import check_weights
 
     architecture = read_architecture(config.inference.model_path)
     check_layout(architecture, training.layout)
+    check_recompute(architecture, training.layout, training.options)
     check_weights(config.inference.model_path, architecture)
+    _check_rounding(config)
     return [
         f"training  {config.recipe.implementation} on {training.layout.world_size} Megatron worker(s), "
         f"{config.recipe.config.batch_size} samples a step, scenario {config.recipe.scenario or '(the first)'}"
     ]
+
+
+def _check_rounding(config: Config) -> None:
+    """Raises ConfigError where rounding alone has engine and trainer differ by more than is allowed after a load.
+
+    A release has the dtype of the model that it began as, and two bfloat16 kernels agree less than two float32 ones.
+    """
+    path, trained = config.inference.model_path, config.training.dtype
+    dtypes = {tensor.dtype for file in read_headers(path).values() for tensor in file.tensors.values()}
+    if config.inference.verify_tolerance >= ROUNDING or (trained == "float32" and dtypes == {"F32"}):
+        return
+    if trained == "float32":
+        why = f"training.dtype is float32, but the weights in {path} are {', '.join(sorted(dtypes))}, as each release's"
+    else:
+        why = f"training.dtype is {trained}"
+    raise ConfigError(
+        f"{why}: engine and trainer will differ by more than inference.verify-tolerance "
+        f"({config.inference.verify_tolerance:g}), and releases be quarantined. Set training.dtype: bfloat16 and "
+        "inference.verify-tolerance: 0.5, or train in float32 from a float32 copy of the model",
+        param="inference.verify-tolerance",
+    )
 
 
 def _cluster(config: Config, hardware: Hardware) -> list[str]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FILE = Path("serve.yaml")
 TIMEOUT_S = 30
+GPU_MEMORY_GIB = 80.0  # of a machine that `--gpus` describes
 # What `reef why` says of each event that `reef/ledger/story.py` tells.
 EVENTS = {
     "written": "receipt {receipt_id} written, {tokens} tokens from {releases}, {exact}",
@@ -125,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     for asked in (serve, doctor):
         also = "" if asked is doctor else "with --dry-run: "
         asked.add_argument("--gpus", type=int, help=also + "check for a machine with so many GPUs, instead of this one")
-        asked.add_argument("--gpu-memory-gib", type=float, default=80.0, help="of each of them (default: 80)")
+        asked.add_argument(
+            "--gpu-memory-gib", type=float, default=GPU_MEMORY_GIB, help="of each of them (default: %(default)g)"
+        )
         asked.add_argument("--nodes", type=int, default=1, help="so many such machines in a Ray cluster (default: 1)")
     return parser
 
@@ -174,6 +177,8 @@ def _hardware(arguments: argparse.Namespace) -> "Hardware":
     from reef import machine
 
     if arguments.gpus is None:
+        if (arguments.gpu_memory_gib, arguments.nodes) != (GPU_MEMORY_GIB, 1):
+            raise ConfigError("--gpu-memory-gib and --nodes describe the machines of --gpus: give that too")
         return machine.hardware()
     return machine.simulated(arguments.gpus, arguments.gpu_memory_gib, arguments.nodes)
 

@@ -100,7 +100,9 @@ class InferenceSection(Section):
     request_timeout_s: float = Field(600, gt=0, description="Seconds an engine may take for one request.")
     load_timeout_s: float = Field(120, gt=0, description="Seconds an engine may take to load and verify a release.")
     verify_tolerance: float = Field(
-        1e-3, gt=0, description="Largest gap between engine and trainer in the probe's log-probabilities after a load."
+        1e-3,
+        gt=0,
+        description="Largest gap between engine and trainer in the probe's log-probabilities; with bfloat16 0.5 or so.",
     )
     max_restarts: int = Field(5, ge=0, description="Restarts of a dead engine in a row before Reef gives up on it.")
 

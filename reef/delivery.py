@@ -96,9 +96,9 @@ class Delivery:
         return published
 
     async def mend(self, release: Release) -> None:
-        """Write a release that the trainer is at anew, where its files are not whole. Raises what `write` raises."""
+        """Write a release that the trainer is at, where its files are not there or not whole. Raises as `write`."""
         try:
             await asyncio.to_thread(self._storage.check_bytes, release)
         except LoadFailedError as error:
-            log.warning("writing %s anew: %s", release.id, error.message)
+            log.info("writing %s: %s", release.id, error.message)
             await self.write(release)

@@ -42,7 +42,7 @@ from reef.recovery import Recovery
 from reef.storage import Storage
 from reef.training import packing
 from reef.training.cluster import Trainer
-from reef.training.settings import settings
+from reef.training.settings import settings, taken_again
 from reef.types import Batch, Drop, Operation, Release, ReleaseState, Selection
 
 T = TypeVar("T")
@@ -77,6 +77,7 @@ class Dispatcher:
         self._storage = storage
         self._metrics = metrics
         self._settings = settings(config)
+        self._taken_again = partial(taken_again, now=self._settings)
         self._method = build(self._settings["method"])
         self._split = partial(
             packing.split,
@@ -100,6 +101,7 @@ class Dispatcher:
         self._at_head = False  # `run` ended in order, so the trainer's state is that of the head
         self._timer: asyncio.TimerHandle | None = None  # wakes at the next deadline of a group
         self._wandb: WandbLog | None = None
+        self._falling_back: asyncio.Task[None] | None = None  # engines to what is on disk, where training has ended
 
     def notify(self) -> None:
         """A report or a held-out result came in, or a scenario was created."""
@@ -181,6 +183,8 @@ class Dispatcher:
             self._refuse_commands()
             if progress.stopping:
                 await self._lay_down()
+            else:
+                self._write_no_more()
             await self.gate.let_go()
             if self._wandb is not None:
                 await asyncio.to_thread(self._wandb.close)
@@ -190,6 +194,8 @@ class Dispatcher:
         await self.chain.follow_save()
         if self.chain.astray:  # nothing may be done to a trainer that is not at the head
             await self.chain.come_home()
+        elif self.chain.unserved:
+            await self.chain.serve_head()
         elif self._engines.lack_files:
             await self.chain.write()
         elif self._commands:
@@ -203,6 +209,17 @@ class Dispatcher:
         else:
             await self._wait()
 
+    def _write_no_more(self) -> None:
+        """Training has ended though serving goes on: engines that need files get a release that has them."""
+
+        def fall_back() -> None:
+            if self._falling_back is None or self._falling_back.done():
+                self._falling_back = asyncio.create_task(self.chain.fall_back(), name="fall-back")
+
+        self._engines.need_files = fall_back
+        if self._engines.lack_files:
+            fall_back()
+
     async def _lay_down(self) -> None:
         """A batch that is reserved at an orderly end has not failed: the next owner counts no attempt of it."""
         if self.chain.scenario is not None:
@@ -212,6 +229,9 @@ class Dispatcher:
     async def close(self) -> None:
         """After `run` ended: a checkpoint of the head, so that the next start replays nothing; then no more trainer."""
         self._refuse_commands()
+        if self._falling_back is not None:
+            self._falling_back.cancel()
+            await asyncio.wait({self._falling_back})
         try:
             if self._at_head:
                 await self.chain.checkpoint()
@@ -243,8 +263,7 @@ class Dispatcher:
         elif head.state is ReleaseState.QUARANTINED:
             self.progress.pause(f"release {head.id} is quarantined: {head.reason}")
         elif not head.restorable:  # the engines started with what is on disk
-            await self.chain.write()
-            await self.chain.serve(await self.chain.head())
+            self.chain.unserved = True
         killed_in = await self._until_stored(self._ledger.read, batches.killed_in, self.chain.scenario)
         if killed_in is not None:
             batch_id, attempt = killed_in
@@ -258,7 +277,7 @@ class Dispatcher:
             return None
         left = await self._ledger.read(batches.reserved, self.chain.scenario)
         if left is not None:
-            await self._ledger.write_owned(batches.begin, left)
+            await self._ledger.write_owned(batches.begin, left, self._taken_again)
             return await self._load(left)
         scenario = await self._ledger.read(scenarios.get, self.chain.scenario)
         if scenario.mode == "manual" and not self._update_asked:

@@ -16,7 +16,10 @@ import psutil
 from reef.errors import ConfigError
 from reef.memory.hardware import Hardware, ranges, size_text
 
-LIBRARIES = ("torch", "transformers", "megatron-core", "ray", "fastapi", "sqlalchemy", "sglang", "wandb")
+LIBRARIES = (
+    *("torch", "transformers", "megatron-core", "ray", "fastapi", "sqlalchemy", "wandb"),
+    *("sglang", "sglang-kernel", "transformer-engine"),  # the last two on GPUs only
+)
 GIB = 2**30
 TORCH_TIMEOUT_S = 120
 GPUS = """
@@ -58,14 +61,13 @@ def simulated(num_gpus: int, gpu_memory_gib: float, num_nodes: int) -> Hardware:
 
 
 def describe() -> list[str]:
-    """Versions, cores, memory and disk, a line each."""
+    """Python, and cores, memory and disk, a line each."""
     memory = psutil.virtual_memory()
-    lines = [
+    return [
         f"python    {platform.python_version()} on {platform.platform()}",
         f"machine   {os.cpu_count()} cores, {size_text(memory.total)} memory ({size_text(memory.available)} free), "
         f"{size_text(shutil.disk_usage('.').free)} of disk free here",
     ]
-    return [*lines, *(f"{name:<14}{version(name) or 'not installed'}" for name in LIBRARIES)]
 
 
 def describe_gpus(found: Hardware) -> str:

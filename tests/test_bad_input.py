@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from reef import cli
 
@@ -65,6 +66,8 @@ def models(tmp_path: Path, starter: Path) -> Callable[[str], Path]:
             (path / "model.safetensors.index.json").write_text(json.dumps(index))
         elif what == "experts":
             (path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_moe"} | EXPERTS))
+        elif what == "bfloat16":
+            save_file({name: tensor.bfloat16() for name, tensor in load_file(weights).items()}, weights)
         return path
 
     return make
@@ -102,6 +105,8 @@ def models(tmp_path: Path, starter: Path) -> Callable[[str], Path]:
             "training.layout.pipeline is 5, which does not divide the model's",
         ),
         ("starter", ["--training.layout.expert", "2"], "has no experts: leave it 1"),
+        ("bfloat16", [], "model are BF16, as each release's: engine and trainer will differ by more than"),
+        ("starter", ["--training.dtype", "bfloat16"], "training.dtype is bfloat16: engine and trainer will differ"),
         (
             "starter",
             ["--training.layout.data", "0"],
@@ -113,6 +118,11 @@ def models(tmp_path: Path, starter: Path) -> Callable[[str], Path]:
             "starter",
             ["--training.ray-address", "ray://head:10001"],
             "expected HOST:PORT|joins a cluster as one of its nodes",
+        ),
+        (
+            "starter",
+            ["--inference.url", "http://10.0.0.2:30000", "--training.sync.transport", "distributed"],
+            "meet on loopback, where 10.0.0.2 cannot join them",
         ),
         (
             "starter",
@@ -135,6 +145,12 @@ def test_a_model_or_a_setting_that_cannot_work_is_one_line_and_starts_nothing(
     assert errors.count("\n") == 1
     assert any(part in errors for part in message.split("|")), errors
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_in_bfloat16_is_trained_where_rounding_is_allowed_for(serve: Any, models: Any, dtype: str) -> None:
+    words = ["--training.dtype", dtype, "--inference.verify-tolerance", "0.5"]
+    assert serve("--dry-run", "--inference.model-path", str(models("bfloat16")), *words)[::2] == (0, "")
 
 
 @pytest.fixture
@@ -168,6 +184,14 @@ def test_a_machine_that_cannot_be_is_refused(serve: Any, words: list[str]) -> No
     status, _, errors = serve("--dry-run", *words)
     assert status == 2
     assert "expected at least one of each" in errors
+
+
+@pytest.mark.parametrize("words", [["--nodes", "2"], ["--gpu-memory-gib", "40"]])
+def test_a_machine_that_is_described_by_half_is_refused(serve: Any, words: list[str]) -> None:
+    assert serve("--dry-run", *words)[0::2] == (
+        2,
+        "reef: --gpu-memory-gib and --nodes describe the machines of --gpus: give that too\n",
+    )
 
 
 def test_a_machine_that_is_simulated_starts_nothing(serve: Any, tmp_path: Path) -> None:

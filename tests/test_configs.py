@@ -89,6 +89,7 @@ def test_each_passes_the_dry_run_of_its_machine(
     output, errors = capsys.readouterr()
     assert (status, errors) == (0, "")
     assert "hunter2" not in output
+    assert ("on whatever node Ray gives it" in output) == (file.stem == "several-nodes")
     assert re.search(
         r"trainer rank [\d-]+: .*\n +weights .*, gradients .*, optimizer .*, activations .*, logits ", output
     )

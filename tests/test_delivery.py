@@ -140,6 +140,114 @@ def test_lost_workers_are_replaced_and_what_they_make_again_can_be_sent_on(house
     asyncio.run(live())
 
 
+class DiesOnce(FakeTrainer):
+    """Its workers die when they are to write a release, the first time."""
+
+    died = False
+
+    def publish(self, release_id, directory, on_disk=True):  # type: ignore[no-untyped-def]
+        if on_disk and not self.died:
+            self.died = True
+            raise WorkersLostError("gone")
+        return super().publish(release_id, directory, on_disk)
+
+
+def test_workers_that_die_while_they_send_leave_no_engine_without_the_head(house: House) -> None:
+    house.trainer_class = DiesOnce
+
+    async def live() -> None:
+        await house.open()
+        house.run()
+        house.faults.at("transfer", LoadFailedError("the trainer is gone"))
+        names = await house.grade_and_wait()
+        base, head = (link.id for link in await house.chain())
+        assert house.engines.loads == [head, base, head]  # sent in vain; meanwhile; from its files
+        await house.trained_once(names)
+        assert await on_disk(house) == [0, 1]
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_workers_that_die_while_the_head_is_written_at_the_start_are_replaced(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        names = await house.grade_and_wait()
+        house.faults.at("step", Crash())
+        names += await house.grade()
+        await house.crash()
+        await house.open()
+        house.faults.at("publish", WorkersLostError("gone"))
+        house.run()
+        await house.waits()
+        await house.trained_once(names)
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_an_older_release_that_does_not_load_at_the_start_holds_up_nothing_once_the_head_is_served(
+    house: House,
+) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        for _ in range(4):
+            await house.grade_and_wait()
+        house.faults.at("step", Crash())
+        await house.grade()
+        await house.crash()
+        await house.open()
+        served = (await house.chain())[3]
+        assert house.engines.served == served.id  # as far as it is on disk
+        await house.dispatcher.chain.quarantine(served, "no memory")  # as a start does
+        house.run()
+        await house.waits()
+        assert house.dispatcher.progress.paused is None
+        assert house.engines.served == (await house.chain())[5].id
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_an_engine_that_dies_after_training_has_ended_gets_the_newest_release_on_disk(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        for _ in range(4):
+            await house.grade_and_wait()
+        house.faults.at("step", RuntimeError("a fault of ours"))
+        await house.grade()
+        with pytest.raises(RuntimeError):
+            await house.loop
+        chain = await house.chain()
+        assert house.engines.served == chain[4].id  # serving goes on
+        house.engines.need_files()
+        async with asyncio.timeout(10):
+            while house.engines.served != chain[3].id:
+                await asyncio.sleep(0.005)
+        house.dispatcher.stop()
+        await house.dispatcher.close()
+        house.ledger.close()
+
+    asyncio.run(live())
+
+
+def test_a_stop_before_anything_was_asked_ends_in_order(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.dispatcher.chain.scenario = None  # as where nothing has made one
+        house.dispatcher.stop()
+        house.run()
+        await house.loop
+        await house.dispatcher.close()
+        assert not house.trainer.running
+        house.ledger.close()
+
+    asyncio.run(live())
+
+
 class OtherBits(FakeTrainer):
     """Steps that are made again come out a little different, as on a GPU."""
 
@@ -173,6 +281,29 @@ def test_a_head_that_was_on_no_disk_and_comes_out_different_is_what_was_made_aga
         assert (first.content_id, first.replay_diverged, first.restorable) == ("sha256:[1001]", True, True)
         assert "it was sha256:[1], and on no disk" in str(first.reason)
         await house.trained_once(names)
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_engines_are_given_a_head_that_lost_workers_made_again_with_other_bits(house: House) -> None:
+    house.trainer_class = OtherBits
+
+    async def live() -> None:
+        await house.open()
+        house.run()
+        await house.grade_and_wait()
+        given = len(house.engines.loads)
+        house.faults.at("ping", WorkersLostError("gone"))
+        OtherBits.again = True
+        try:
+            await house.grade_and_wait()
+        finally:
+            OtherBits.again = False
+        first = (await house.chain())[1]
+        assert first.replay_diverged
+        assert house.engines.loads[given] == first.id  # and only then its successor
+        assert house.engines.served == (await house.chain())[2].id
         await house.stop()
 
     asyncio.run(live())

@@ -429,6 +429,27 @@ def test_a_damaged_receipt_costs_its_own_report_and_no_other(house: House) -> No
     asyncio.run(live())
 
 
+def test_a_batch_that_other_workers_take_again_is_replayed_by_workers_like_them(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.faults.at("step", Crash())
+        house.run()
+        names = await house.grade()
+        await house.crash()
+        training = house.config.training.model_copy(update={"seed": 7})
+        house.config = house.config.model_copy(update={"training": training})
+        for _ in range(2):  # trains it with seed 7; makes it again
+            await house.open()
+            house.run()
+            await house.waits()
+            await house.trained_once(names)
+            assert house.trainer.num_steps == 1
+            house.faults.at("save", UnavailableError("disk full"))  # so the next start has to replay
+            await house.stop()
+
+    asyncio.run(live())
+
+
 def test_a_batch_whose_receipts_are_damaged_after_it_was_reserved_is_given_up_for_its_others(house: House) -> None:
     async def live() -> None:
         await house.open()

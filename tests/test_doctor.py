@@ -196,6 +196,11 @@ def test_the_doctor_goes_on_after_what_is_missing_and_names_all_of_it(
     assert "GPU       none" in output
 
 
+def test_what_two_checks_find_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--reef.run-dir", str(tmp_path), "--training.ray-address", "ray://head:10001"]) == 2
+    assert capsys.readouterr().err.count("joins a cluster as one of its nodes") == 1
+
+
 def test_the_doctor_answers_for_a_machine_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = ["--gpus", "8", "--gpu-memory-gib", "40"]
     assert cli.main(["doctor", "--reef.run-dir", str(tmp_path), *machine]) == 0

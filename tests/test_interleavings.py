@@ -1,4 +1,4 @@
-"""A hundred random lives of a chain: steps, rollbacks, promotions, kills and loads in any order keep every invariant.
+"""Random lives of a chain: steps, rollbacks, promotions, kills and loads in any order keep every invariant.
 
 The house is the one of `tests/house.py`; beside it runs a model of what the chain must be, a list of links.
 """
@@ -57,12 +57,14 @@ class Link:
 class Lives(RuleBasedStateMachine):
     """One run directory, several owners in turn."""
 
+    flags: tuple[str, ...] = ()
+
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.TemporaryDirectory()
         self.runner = asyncio.Runner()
         flags = ("--storage.keep", "2", "--storage.keep-checkpoints", "1", "--training.checkpoint-every", "2")
-        self.house = House(Path(self.directory.name) / "run", *flags)
+        self.house = House(Path(self.directory.name) / "run", *flags, *self.flags)
         self.names: list[str] = []
 
     def do(self, work: Any) -> Any:
@@ -242,8 +244,9 @@ class Lives(RuleBasedStateMachine):
         else:
             assert served.state is ReleaseState.RELEASED
             assert self.house.dispatcher.progress.paused is not None
-        assert self.house.storage.published(served).content_id == served.content_id
-        assert self.house.storage.published(head).content_id == head.content_id
+        for release in (served, head):
+            if release.restorable or not self.flags:
+                assert self.house.storage.published(release).content_id == release.content_id
 
     @invariant()
     def every_report_has_one_fate_and_the_ledger_is_sound(self) -> None:
@@ -271,17 +274,57 @@ class Lives(RuleBasedStateMachine):
         self.directory.cleanup()
 
 
+class SentLives(Lives):
+    """Releases are sent to the engines, and one of three is written to disk."""
+
+    flags = ("--training.sync.transport", "distributed", "--training.sync.disk-every", "3")
+
+    @rule(
+        kill=st.sampled_from((None, "transfer", "publish", "published", "set_restorable", "load")),
+        fault=st.sampled_from((None, ("load", LoadFailedError("no")), ("set_restorable", WorkersLostError("died")))),
+    )
+    def the_group_is_gone(self, kill: str | None, fault: Any) -> None:
+        """A release cannot be sent, so it is written for the engines, and perhaps that fails too."""
+        self.house.faults.at("transfer", LoadFailedError("the group is gone"))
+        if fault is not None:
+            self.house.faults.at(fault[0], fault[1])
+        self.train(kill)
+
+    @rule(
+        kill=st.sampled_from((None, "publish", "published", "set_restorable")),
+        lost=st.booleans(),
+    )
+    def an_engine_dies(self, kill: str | None, lost: bool) -> None:
+        """It needs the files of the head, and perhaps the process or the workers end over them."""
+        if kill is not None:
+            self.house.faults.at(kill, Crash())
+        elif lost:
+            self.house.faults.at("publish", WorkersLostError("died"))
+
+        async def work() -> None:
+            self.house.engines.lack_files = True
+            self.house.dispatcher.notify()
+            async with asyncio.timeout(20):
+                while self.house.engines.lack_files and not self.house.loop.done():
+                    await asyncio.sleep(0.001)
+            await self._alive_again()
+            self.house.faults.planned.clear()
+
+        self.do(work())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_hundred_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lives", "number"), [(Lives, 100), (SentLives, 40)])
+def test_random_lives(monkeypatch: pytest.MonkeyPatch, lives: type[Lives], number: int) -> None:
     monkeypatch.setattr(reef.progress, "STORE_RETRY_S", 0.001)
     monkeypatch.setattr(reef.chain, "RESTART_RETRY_S", 0.001)
     monkeypatch.setattr(reef.dispatcher, "SETTLE_S", 0.001)
-    Lives.TestCase.settings = settings(
-        max_examples=100,
+    lives.TestCase.settings = settings(
+        max_examples=number,
         stateful_step_count=8,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
     )
-    Lives.TestCase().runTest()
+    lives.TestCase().runTest()

@@ -34,7 +34,7 @@ def find_cluster(config: Config, environ: Mapping[str, str] | None = None) -> Ad
 
     Raises:
         ConfigError: the address has not the form HOST:PORT (or `auto`), `auto` finds none or several, GPUs are numbered
-            though a cluster assigns its own, or too few.
+            though a cluster assigns its own, too few, or one twice.
     """
     if config.training.backend == "none" and config.inference.url is not None:
         return None
@@ -66,8 +66,10 @@ def check_cluster(config: Config, environ: Mapping[str, str] | None = None) -> A
 
 
 def _check_devices(config: Config) -> None:
-    """Raises ConfigError where training.devices names fewer GPUs than there are workers (none at all: CPUs)."""
+    """Raises ConfigError where training.devices names a GPU twice, or fewer than there are workers ([]: CPUs)."""
     devices, num_workers = config.training.devices, config.training.layout.world_size
+    if devices and len(set(devices)) < len(devices):
+        raise ConfigError(f"training.devices is {devices}: each worker needs a GPU of its own, or NCCL refuses them")
     if devices and len(devices) < num_workers:
         raise ConfigError(
             f"training.devices names {len(devices)} GPUs, but training.layout has {num_workers} workers, which take "

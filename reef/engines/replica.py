@@ -27,7 +27,7 @@ from reef.types import Published
 
 BACKOFF_S = 0.5  # before the second restart in a row, doubled each time
 MAX_BACKOFF_S = 30
-MAX_FAILURES = 10  # that are counted; more make no wait longer
+MAX_DOUBLINGS = 10  # more make no wait longer
 LOOK_S = 2.0  # between looks at a server that is not ours
 
 
@@ -55,6 +55,9 @@ class Replica:
         self._client: EngineClient | None = None
         self._wanted: Published | None = None
         self._has_files = asyncio.Event()  # of the release wanted
+        # Whether a transfer was cut: the server may hold parts of two releases, whatever it says. One that is not ours
+        # may have been left so by a service that was killed.
+        self._torn = host is None and config.training.sync.transport == "distributed"
         self._watcher: asyncio.Task[None] | None = None
         self.gate = asyncio.Event()
         self.opened_at = 0.0  # when the gate opened last; monotonic
@@ -206,28 +209,39 @@ class Replica:
                 url = await self._host.start(self._wanted.path, self._wanted.release_id, self._ready_timeout_s)
             except OSError as error:  # no memory for a process, no disk for its log
                 raise EngineError(f"{self.name} does not start: {error}") from error
+            self._torn = False
         key = self._host.key if self._host is not None else None
         client = self._client = EngineClient(url, self._settings.request_timeout_s, key)
         try:
             async with asyncio.timeout(self._ready_timeout_s):
                 await wait_healthy(client)
                 await self._describe_server(client)
-                await self._settle(client)
+            while not self.ready:  # another release may be wanted by the time that one is in
+                await self._files()  # (as long as a step takes)
+                async with asyncio.timeout(self._ready_timeout_s):
+                    await self._settle(client)
         except TimeoutError:
             raise EngineError(f"{self.name} at {url} is not up after {self._ready_timeout_s:g} s") from None
 
+    async def _files(self) -> None:
+        """Wait until the release wanted is on disk."""
+        if not self._has_files.is_set():
+            self._need_files()
+            await self._has_files.wait()
+
     async def _settle(self, client: EngineClient) -> None:
-        """Hold what is wanted, though another release is wanted by the time that one is in."""
-        while not self.ready:
-            published = self._wanted
-            assert published is not None
-            if (await client.model_info()).get("weight_version") != published.release_id:
-                await client.load(published.path, published.release_id, True, self._settings.load_timeout_s)
-                if self._host is None:  # a load that failed before may have left it paused
-                    await client.resume()
-            await self._verify(published)
-            if published is self._wanted:
-                self._open(published)
+        """Hold what is wanted now, verified."""
+        published = self._wanted
+        assert published is not None
+        held = (await client.model_info()).get("weight_version")
+        if self._torn or held != published.release_id:
+            await client.load(published.path, published.release_id, True, self._settings.load_timeout_s)
+            self._torn = False
+        if self._host is None:  # a load that failed, or that its service was killed in, may have left it paused
+            await client.resume()
+        await self._verify(published)
+        if published is self._wanted:
+            self._open(published)
 
     async def _describe_server(self, client: EngineClient) -> None:
         info = {**await client.server_info(), **await client.model_info()}
@@ -271,15 +285,17 @@ class Replica:
             if transfer is None:
                 await self._client.load(published.path, published.release_id, flush_cache, timeout_s)
             else:
+                self._torn = True
                 await transfer_weights(
                     self._client, self.name, self._settings.tensor, transfer, published, flush_cache, timeout_s
                 )
         except BaseException:
             # Not ours: leave it as we found it, but not going on with half of a release. Ours is replaced.
-            if self._host is None and transfer is None:
+            if self._host is None and not self._torn:
                 with contextlib.suppress(ReefError):
                     await self._client.resume()
             raise
+        self._torn = False
         loaded = time.perf_counter()
         reach("load.loaded")
         await self._client.resume()
@@ -314,7 +330,7 @@ class Replica:
         if not gap <= self._settings.verify_tolerance:  # NaN fails too
             raise LoadFailedError(
                 f"engine and trainer differ by {gap:.3g} on the probe of {published.release_id}, "
-                f"at most {self._settings.verify_tolerance:g} is allowed"
+                f"at most {self._settings.verify_tolerance:g} is allowed (inference.verify-tolerance)"
             )
 
     def _watch(self, failures: int) -> None:
@@ -339,17 +355,19 @@ class Replica:
                 log.error(self.error)
                 return
             if failures:
-                await asyncio.sleep(min(BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S))
+                await asyncio.sleep(min(BACKOFF_S * 2 ** min(failures - 1, MAX_DOUBLINGS), MAX_BACKOFF_S))
             log.warning("restarting %s: %s", self.name, self.error)
             self._metrics.engine_restarts.inc()
             try:
-                if not self._has_files.is_set():
-                    self._need_files()
-                    await self._has_files.wait()
+                await self._files()
                 await self._bring_up()
             except ReefError as error:
-                failures = min(failures + 1, MAX_FAILURES)
+                failures += 1
                 self.error = error.message
+            except Exception as error:  # noqa: BLE001 - a supervisor: nobody else would bring it up again
+                failures += 1
+                self.error = f"{self.name} does not start: {error!r}"
+                log.error(self.error, exc_info=error)
 
     async def _ended(self) -> str:
         """How the server ended, once it has; one that is not ours also where it holds other weights by itself."""

@@ -16,6 +16,9 @@ from reef.errors import EngineError, ReefError
 from reef.types import Bucket, Published
 
 GIVE_UP_TIMEOUT_S = 5  # for each call to an engine that has failed already
+# Of a transfer's time, what the trainer waits for an engine to join, and then to take a bucket: it serves one engine at
+# a time, and one that stands still must leave the others theirs.
+PATIENCE = 1 / 4
 
 
 class Transfer(Protocol):
@@ -36,7 +39,10 @@ class Transfer(Protocol):
         """Begin a group for this engine, in the place of an earlier one; the address at which its ranks meet."""
 
     async def join(self, engine: str, world_size: int, timeout_s: float) -> None:
-        """Join the group as rank 0; returns once all ranks have. Raises EngineError where they do not in time."""
+        """Join the group as rank 0; returns once all ranks have. Raises EngineError where they do not in time.
+
+        `timeout_s` is for this, and for each bucket.
+        """
 
     async def send(self, engine: str, number: int) -> None:
         """Broadcast bucket `number` from rank 0. Raises EngineError where the group failed or is no more."""
@@ -59,7 +65,7 @@ async def transfer_weights(
         engine: the name of its group.
         num_ranks: its tensor ranks.
         flush_cache: drop the keys and values of the weights before.
-        timeout_s: for the whole; also for what one side waits for the other.
+        timeout_s: for the whole.
 
     Raises:
         EngineError: the engine or the group failed; its group has ended, and the next try makes another. What the
@@ -98,7 +104,7 @@ async def _meet(client: EngineClient, engine: str, num_ranks: int, transfer: Tra
     host, port = await transfer.listen(engine)
     await _both(
         client.join_group(group_name(engine, port), host, port, 1 + num_ranks, transfer.backend, timeout_s),
-        transfer.join(engine, 1 + num_ranks, timeout_s),
+        transfer.join(engine, 1 + num_ranks, timeout_s * PATIENCE),
         on_failure=lambda: _give_up(client),
     )
 
@@ -117,7 +123,7 @@ async def _both(
         if failed or not all(side.done() for side in sides):
             sides[0].cancel()
             await on_failure()
-            await asyncio.wait(sides)
+            await asyncio.gather(*sides, return_exceptions=True)
     for side in failed:
         side.result()
 

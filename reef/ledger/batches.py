@@ -258,9 +258,15 @@ def killed_in(connection: Connection, scenario: str) -> tuple[str, int] | None:
     return (row.id, row.attempt) if row is not None else None
 
 
-def begin(connection: Connection, batch_id: str) -> None:
-    """An attempt of a batch that was reserved before begins: whoever is killed from here on, it has failed."""
-    connection.execute(update(batches).where(batches.c.id == batch_id).values(begun=True))
+def begin(connection: Connection, batch_id: str, taken_again: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """An attempt of a batch that was reserved before begins: whoever is killed from here on, it has failed.
+
+    Args:
+        taken_again: what becomes of its settings; the workers may be others than when it was reserved.
+    """
+    stored = connection.scalars(select(batches.c.settings).where(batches.c.id == batch_id)).one()
+    settings = to_json(dict(taken_again(from_json(stored))))
+    connection.execute(update(batches).where(batches.c.id == batch_id).values(begun=True, settings=settings))
 
 
 def abort(connection: Connection, scenario: str, now: float) -> str | None:

@@ -1,6 +1,6 @@
 """How many numbers a model is made of, and which of them a rank holds. Counts, not bytes.
 
-Own derivation from the shapes of the weights; `tests/test_memory.py` compares it with real ranks and real files.
+Own derivation from the shapes of the weights; `tests/training/test_memory.py` compares it with real ranks and files.
 Letters: h hidden size, f columns of an MLP, q and k the columns of all query heads and of all key heads, v vocabulary.
 """
 

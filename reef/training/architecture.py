@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reef.config import Layout
+from reef.config import Layout, OptimizerOptions
 from reef.errors import ConfigError
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -185,6 +185,20 @@ def _check_expert_ranks(architecture: Architecture, layout: Layout) -> None:
         raise _unfit("expert", f"is {layout.expert}, which does not divide the {stage} ranks of a pipeline stage")
     if architecture.experts is not None and layout.tensor > 1 and not layout.sequence_parallel:
         raise _unfit("tensor", f"is {layout.tensor}: with experts it needs training.layout.sequence-parallel: true")
+
+
+def check_recompute(architecture: Architecture, layout: Layout, options: OptimizerOptions) -> None:
+    """Refuse units of layers, to be computed again, that do not fill up a pipeline stage: Megatron runs past its end.
+
+    Raises:
+        ConfigError: names the field, with the number of layers that a stage has.
+    """
+    layers, unit = architecture.num_layers // layout.pipeline, options.recompute_num_layers
+    if options.recompute_method == "uniform" and unit is not None and layers % unit:
+        field = "training.options.recompute-num-layers"
+        raise ConfigError(
+            f"{field} is {unit}, which does not divide the {layers} layers of a pipeline stage (uniform)", param=field
+        )
 
 
 def _unfit(dimension: str, reason: str) -> ConfigError:

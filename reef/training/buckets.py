@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from reef.training.headers import TensorHeader, read_headers
+from reef.headers import TensorHeader, read_headers
 from reef.types import Bucket
 
 _TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from reef.cluster.connection import Connection, connect, disconnect
 from reef.config import Config
 from reef.errors import ReefError, UnavailableError, WorkersLostError
 from reef.training.actor import Surroundings, WorkerActor, WorkerSpec
-from reef.training.architecture import check_layout, read_architecture
+from reef.training.architecture import check_layout, check_recompute, read_architecture
 from reef.training.settings import settings
 from reef.training.tensors import check_weights
 from reef.types import Batch, Bucket, Floats, Ids, Probe, Published, StepResult
@@ -32,6 +32,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+SAVE_TIMEOUT_S = 7200  # for a checkpoint's files: hundreds of gigabytes may have to go to a shared disk
 
 
 class Trainer:
@@ -54,11 +56,13 @@ class Trainer:
         self._timeout_s = config.training.step_timeout_s
         architecture = read_architecture(model_path)
         check_layout(architecture, config.training.layout)
+        check_recompute(architecture, config.training.layout, config.training.options)
         check_weights(model_path, architecture)
         self._workers: list[Any] = []
         self._pids: list[int] = []
         self._addresses: list[str] = []  # of the workers' nodes, by rank
         self._group: Any = None
+        self._meeting: Path | None = None  # where the workers found each other
         self._connection: Connection | None = None
         self._gpus = False  # whether Ray gives each worker one
         self._starting = threading.RLock()  # `stop` may be called while another thread is still in `start`
@@ -184,7 +188,7 @@ class Trainer:
         Raises:
             UnavailableError: the disk refused; call again to have what was copied written again.
         """
-        self._call("save_finish")
+        self._call("save_finish", timeout_s=SAVE_TIMEOUT_S)
 
     def restore(self, directory: Path) -> int:
         """Go back to a checkpoint, which any layout may have written; return the optimizer steps done by then.
@@ -239,14 +243,18 @@ class Trainer:
             ).remote()
             for rank in range(self._world_size)
         ]
-        meeting = Path(tempfile.mkdtemp(prefix="ranks-", dir=self._meeting_dir()))
+        # It stays as long as the workers: NCCL asks there again for each connection, at the first call that needs it.
+        meeting = self._meeting = Path(tempfile.mkdtemp(prefix="ranks-", dir=self._meeting_dir()))
+        marks = self._mark_releases_dir()
+        shared = {"inference.model-path": self._model_path, "reef.run-dir": meeting, **marks}
         try:
             # Apart, for while one refuses here the others do not wait for it to join them.
-            self._each(deadline, "settle", [(self._surroundings(rank, meeting),) for rank in range(self._world_size)])
+            self._each(deadline, "settle", [(self._surroundings(rank, shared),) for rank in range(self._world_size)])
             self._each(deadline, "start", [(self._spec(rank, meeting),) for rank in range(self._world_size)])
             self._pids = self._each(deadline, "pid", [()] * self._world_size)
         finally:
-            shutil.rmtree(meeting, ignore_errors=True)
+            for mark in marks.values():
+                shutil.rmtree(mark, ignore_errors=True)
 
     def _each(self, deadline: float, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of every actor, with arguments by rank; the answers by rank."""
@@ -263,13 +271,21 @@ class Trainer:
             micro_batch_tokens=self._config.training.micro_batch_tokens,
         )
 
-    def _surroundings(self, rank: int, meeting: Path) -> Surroundings:
+    def _mark_releases_dir(self) -> dict[str, Path]:
+        """A new directory where releases are published, for other nodes to see, if that is not in the run directory."""
+        if self._is_local or self._config.storage.releases_dir is None:
+            return {}
+        releases_dir = self._config.releases_dir.absolute()
+        releases_dir.mkdir(parents=True, exist_ok=True)
+        return {"storage.releases-dir": Path(tempfile.mkdtemp(prefix=".ranks-", dir=releases_dir))}
+
+    def _surroundings(self, rank: int, shared: Mapping[str, Path]) -> Surroundings:
         devices = self._config.training.devices
         return Surroundings(
             log_path=self._config.logs_dir.absolute() / f"trainer-{rank}.log",
             address=self._addresses[rank],
             visible_devices=None if devices is None else str(devices[rank]) if devices else "",
-            shared={"inference.model-path": self._model_path, "reef.run-dir": meeting},
+            shared=shared,
         )
 
     def _place(self, deadline: float) -> None:
@@ -307,6 +323,8 @@ class Trainer:
             return self._connection.temp_dir
         run_dir = self._config.reef.run_dir.absolute()
         run_dir.mkdir(parents=True, exist_ok=True)
+        for left in run_dir.glob("ranks-*"):  # by an owner that was killed
+            shutil.rmtree(left, ignore_errors=True)
         return run_dir
 
     def _end_workers(self) -> None:
@@ -323,12 +341,15 @@ class Trainer:
             with suppress(RayError):
                 remove_placement_group(self._group)
             self._group = None
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+            self._meeting = None
 
     def _first(self, method: str, *args: Any) -> Any:
         """The answer of the first rank that has one."""
         return next(answer for answer in self._call(method, *args) if answer is not None)
 
-    def _call(self, method: str, *args: Any) -> list[Any]:
+    def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         if not self._workers:
             raise WorkersLostError(f"{method}: there are no training workers (not started, or lost and not restarted)")
         try:
@@ -336,7 +357,7 @@ class Trainer:
             calls = [worker.call.remote(method, *shared) for worker in self._workers]
         except RayError as error:
             raise self._lost(f"{method}: Ray failed: {error}") from error
-        return self._gather(calls, method, self._timeout_s)
+        return self._gather(calls, method, self._timeout_s if timeout_s is None else timeout_s)
 
     def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
         """Each rank's answer. An error of ours is raised once every rank is done; any other ends the workers."""

@@ -46,7 +46,8 @@ class Saving:
         self._copy = copy
         self._partial = durable.partial(directory)
         self._written: Written | None = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # this rank's own, known to no other until `finish`
+        self._refused = False  # some rank's disk refused, and all ranks know
         self._thread: Thread | None = None
         self._start()
 
@@ -65,7 +66,7 @@ class Saving:
         Raises:
             UnavailableError: the disk refused. Call again to try again, with what was copied.
         """
-        if self._error is not None:
+        if self._refused:
             self._start()
         self.join()
         if self._error is not None and not isinstance(self._error, OSError):
@@ -74,12 +75,14 @@ class Saving:
             try:
                 written = _gather(self._written, self._error)
                 from_rank_0(lambda: self._complete(written))
-            except OSError as error:
-                self._error = error
+            except OSError:
+                self._refused = True
                 raise
 
     def _start(self) -> None:
+        """Every rank must call: whether to, each decides by what all of them know."""
         self._written = self._error = self._thread = None
+        self._refused = False
         try:
             from_rank_0(lambda: durable.begin(self._directory))
         except OSError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from reef.config import Config, Layout, OptimizerOptions
 
+WORKERS_OWN = ("layout", "dtype", "seed")
 BUILT_WITH = ("use_distributed_optimizer", "overlap_grad_reduce")  # options that change the order of sums
 
 
@@ -46,4 +47,17 @@ def built_with(settings: Mapping[str, Any]) -> dict[str, Any]:
         **{f"training.options.{name.replace('_', '-')}": getattr(options, name) for name in BUILT_WITH},
         "training.dtype": settings["dtype"],
         "training.seed": settings["seed"],
+    }
+
+
+def taken_again(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a batch that was reserved before workers of the settings `now` train it.
+
+    They have no say in what they are built with, so that is stored as it is: a replay goes by it.
+    """
+    built = {name: now["optimizer"][name] for name in BUILT_WITH}
+    return {
+        **stored,
+        **{name: now[name] for name in WORKERS_OWN},
+        "optimizer": {**stored["optimizer"], **built},
     }

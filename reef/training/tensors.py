@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reef.errors import ConfigError
+from reef.headers import read_headers
 from reef.training.architecture import Architecture
-from reef.training.headers import read_headers
 
 Shape = tuple[int, ...]
 OUTPUT = "lm_head.weight"

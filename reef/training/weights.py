@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from reef.errors import ConfigError, LoadFailedError
-from reef.training.headers import read_headers
+from reef.headers import read_headers
 from reef.training.manifest import verify
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -14,7 +14,7 @@ from reef.methods.base import Method
 from reef.methods.base import build as build_method
 from reef.training import checkpoint, device, durable, megatron, optimizer
 from reef.training.actor import WorkerSpec
-from reef.training.architecture import check_layout, read_architecture
+from reef.training.architecture import check_layout, check_recompute, read_architecture
 from reef.training.digest import digest
 from reef.training.gather import gather
 from reef.training.packing import split
@@ -46,6 +46,7 @@ class MegatronWorker:
         architecture = read_architecture(spec.model_path)
         layout, options = layout_of(spec.settings), options_of(spec.settings)
         check_layout(architecture, layout)
+        check_recompute(architecture, layout, options)
         check_weights(spec.model_path, architecture)
         self._weights = open_weights(spec.model_path)
         megatron.join_ranks(spec.rank, spec.world_size, layout, spec.rendezvous, spec.settings["seed"])

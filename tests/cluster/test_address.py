@@ -150,3 +150,9 @@ def test_fewer_gpus_than_workers_are_refused_and_none_at_all_means_cpus() -> Non
     with pytest.raises(ConfigError, match=r"training\.devices names 1 GPUs, but training\.layout has 2 workers"):
         find_cluster(config(devices=[0], layout={"data": 2}), {})
     assert find_cluster(config(devices=[], layout={"data": 2}), {}) is None
+
+
+def test_a_gpu_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"training\.devices is \[0, 0\]: each worker needs a GPU of its own"):
+        find_cluster(config(devices=[0, 0], layout={"data": 2}), {})
+    assert find_cluster(config(devices=[1, 0], layout={"data": 2}), {}) is None

@@ -233,9 +233,8 @@ def test_a_half_written_or_foreign_directory_is_refused_and_changes_nothing(smal
 
 def test_health_answers_while_a_load_takes_its_time(small, copy_model) -> None:
     path = copy_model("qwen2")
-    file = path / "model.safetensors"
-    content = file.read_bytes()
-    file.unlink()
+    content = json.dumps({"weight_map": {"model.norm.weight": "model.safetensors"}}).encode()
+    file = path / "model.safetensors.index.json"
     os.mkfifo(file)  # a read of it blocks until someone writes
     loading = small.pool.submit(small.load, path, "slow")
     with file.open("wb") as pipe:

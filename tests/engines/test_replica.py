@@ -232,17 +232,20 @@ def test_a_load_takes_over_from_a_restart_that_does_not_end(with_replica, publis
     with_replica(work)
 
 
-@pytest.mark.parametrize("failure", [EngineError("no port"), OSError(12, "no memory")])
+@pytest.mark.parametrize(
+    ("failure", "restarts"), [(EngineError("no port"), 2), (OSError(12, "no memory"), 2), (ValueError("no port"), 12)]
+)
 def test_a_server_that_fails_too_often_in_a_row_is_given_up_until_a_load_brings_it_back(
-    with_replica, published, monkeypatch, failure
+    with_replica, published, monkeypatch, failure, restarts
 ) -> None:
     monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.02)
 
     async def work(replica, host):
         host.starts_fail = failure
         await host.die()
         await until(lambda: replica.state == "failed")
-        assert "giving up after 2 restarts in a row" in replica.error
+        assert f"giving up after {restarts} restarts in a row" in replica.error
         assert "no port" in replica.error or "no memory" in replica.error
         host.starts_fail = None
         await replica.load(published("r1"))
@@ -251,7 +254,7 @@ def test_a_server_that_fails_too_often_in_a_row_is_given_up_until_a_load_brings_
         started = len(host.engines)
         await until(lambda: len(host.engines) > started and replica.ready)
 
-    with_replica(work, "--inference.max-restarts", "2")
+    with_replica(work, "--inference.max-restarts", str(restarts))
 
 
 def test_one_that_recovers_is_tried_max_restarts_times_the_load_that_failed_being_the_first(
@@ -335,6 +338,23 @@ def test_an_attached_server_that_has_the_release_is_used_as_it_is(attached, fake
     assert "/update_weights_from_disk" not in routes(fake_engine)
 
 
+def test_an_attached_server_that_was_left_paused_by_a_service_that_was_killed_goes_on(
+    tmp_path, config, published, fake_engine
+) -> None:
+    def paused(http, body):
+        goes_on = "/continue_generation" in routes(fake_engine)
+        return fake_engine._default("/generate", body) if goes_on else refuses(http, body)
+
+    async def main():
+        fake_engine.answers["/generate"] = paused
+        replica = Replica("engine-0", config(tmp_path, "--inference.url", fake_engine.url), Metrics(), None)
+        await replica.start(published("v0", probe=PROBE))
+        assert seen(replica) == ("ready", "v0", None)
+        await replica.stop()
+
+    asyncio.run(main())
+
+
 def test_an_attached_server_with_other_weights_loads_the_release_first(attached, fake_engine) -> None:
     async def work(replica):
         assert fake_engine.version == replica.served == "r7"
@@ -346,10 +366,11 @@ def test_a_load_that_fails_on_an_attached_server_leaves_it_running_and_closes_th
     attached, published, fake_engine
 ) -> None:
     async def work(replica):
+        begin = len(fake_engine.calls)
         fake_engine.answers["/update_weights_from_disk"] = lambda http, body: {"success": False, "message": "no disk"}
         with pytest.raises(LoadFailedError, match="no disk"):
             await replica.load(published("r1"))
-        assert [route for route in routes(fake_engine) if route.startswith(("/update", "/continue"))] == [
+        assert [route for route in routes(fake_engine)[begin:] if route.startswith(("/update", "/continue"))] == [
             "/update_weights_from_disk",
             "/continue_generation",  # it is left as it was found
             "/update_weights_from_disk",  # tried twice
@@ -432,6 +453,35 @@ def test_a_server_that_dies_waits_for_the_files_of_the_release_wanted_and_says_t
     asyncio.run(main())
 
 
+def test_a_release_that_comes_while_a_server_restarts_is_loaded_once_its_files_are_there(
+    tmp_path, config, published, fake_hosts
+) -> None:
+    asked = []
+
+    async def main():
+        host = fake_hosts["engine-0"]
+        settings = config(tmp_path, "--reef.ready-timeout", "0.5")
+        replica = Replica(host.name, settings, Metrics(), host, lambda: asked.append(replica.lacks_files))
+        try:
+            await replica.start(published("r0"))
+            host.may_start.clear()
+            await host.die()
+            await until(lambda: replica.state == "restarting")
+            replica.want(in_trainer(published("r1")))  # the others were sent it meanwhile
+            host.may_start.set()
+            await until(lambda: asked)
+            await asyncio.sleep(0.7)  # a step may take longer than a start
+            assert (asked, replica.lacks_files, len(host.engines)) == ([True], True, 2)
+            assert "/update_weights_from_disk" not in routes(host.engine)  # there is nothing to read
+            replica.provide(published("r1"))
+            await replica.gate.wait()
+            assert (replica.served, host.engine.version, len(host.engines)) == ("r1", "r1", 2)
+        finally:
+            await replica.stop()
+
+    asyncio.run(main())
+
+
 class Gone:
     """A trainer that no engine can meet."""
 
@@ -458,6 +508,54 @@ def test_an_attached_server_that_may_hold_half_of_a_release_goes_on_once_it_has_
             "/update_weights_from_disk",
             "/continue_generation",
         ]
+
+    attached(work)
+
+
+def test_an_attached_server_that_may_hold_parts_of_two_releases_does_not_go_on_before_one_is_in(
+    attached, published, fake_engine
+) -> None:
+    async def work(replica):
+        fake_engine.answers["/update_weights_from_disk"] = refuses
+        begin = len(fake_engine.calls)
+        with pytest.raises(LoadFailedError):
+            await replica.load(in_trainer(published("r1")), Gone())
+        fake_engine.version = "r1"  # it was told the name with the last tensors
+        with pytest.raises(LoadFailedError):
+            await replica.load(published("r1"))
+        assert "/continue_generation" not in routes(fake_engine)[begin:]
+        del fake_engine.answers["/update_weights_from_disk"]
+        await replica.load(published("r1"))
+        assert routes(fake_engine)[begin:].count("/continue_generation") == 1
+        assert seen(replica) == ("ready", "r1", None)
+
+    attached(work)
+
+
+def test_an_attached_server_that_a_killed_service_may_have_sent_a_part_of_a_release_reads_one_first(
+    attached, fake_engine
+) -> None:
+    async def work(replica):
+        loads = [body["weight_version"] for route, body in fake_engine.calls if route == "/update_weights_from_disk"]
+        assert loads == ["v0"]  # though it says that it holds that
+
+    attached(work, "--training.sync.transport", "distributed")
+
+
+def test_an_attached_server_that_a_load_left_paused_goes_on_though_it_holds_the_release(
+    attached, published, fake_engine
+) -> None:
+    async def work(replica):
+        fails = [True]
+
+        def once(http, body):
+            return refuses(http, body) if fails and fails.pop() else {}
+
+        fake_engine.answers["/continue_generation"] = once
+        begin = len(fake_engine.calls)
+        await replica.load(published("r1"))
+        assert routes(fake_engine)[begin:].count("/continue_generation") == 2
+        assert routes(fake_engine)[begin:].count("/update_weights_from_disk") == 1
 
     attached(work)
 

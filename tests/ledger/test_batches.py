@@ -237,8 +237,9 @@ def test_a_batch_that_was_laid_down_in_order_has_not_failed(book: Any) -> None:
     assert book.read(batches.killed_in, "arithmetic") == (batch.id, 1)  # its owner was killed
     book.write(batches.lay_down, "arithmetic")
     assert book.read(batches.killed_in, "arithmetic") is None
-    book.write(batches.begin, batch.id)
+    book.write(batches.begin, batch.id, lambda settings: {**settings, "seed": 7})
     assert book.read(batches.killed_in, "arithmetic") == (batch.id, 1)
+    assert book.read(batches.load, batch.id).settings == {**batch.settings, "seed": 7}
     book.write(batches.again, batch.id, 1, "the worker died", 9.0)
     assert book.read(batches.killed_in, "arithmetic") is None  # counted, and not begun again
 

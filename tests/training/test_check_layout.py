@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from reef.config import Layout
+from reef.config import Layout, OptimizerOptions
 from reef.errors import ConfigError
-from reef.training.architecture import Architecture, Experts, check_layout
+from reef.training.architecture import Architecture, Experts, check_layout, check_recompute
 
 DENSE: Mapping[str, Any] = {
     "model_type": "qwen3",
@@ -76,3 +76,24 @@ def test_a_layout_that_fits_is_taken(model: Mapping[str, Any], layout: Mapping[s
 def test_sequence_parallelism_without_tensor_ranks_is_refused() -> None:
     with pytest.raises(ValidationError, match="sequence-parallel splits over tensor ranks, and tensor is 1"):
         Layout.model_validate({"sequence-parallel": True})
+
+
+def recomputed(method: str, num_layers: int) -> OptimizerOptions:
+    return OptimizerOptions.model_validate(
+        {"recompute-granularity": "full", "recompute-method": method, "recompute-num-layers": num_layers}
+    )
+
+
+@pytest.mark.parametrize(("pipeline", "unit", "layers"), [(1, 4, 6), (1, 7, 6), (2, 2, 3)])
+def test_units_that_do_not_fill_a_stage_are_refused(pipeline: int, unit: int, layers: int) -> None:
+    message = f"recompute-num-layers is {unit}, which does not divide the {layers} layers of a pipeline stage"
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_recompute(Architecture(**DENSE), Layout(pipeline=pipeline), recomputed("uniform", unit))
+    assert refused.value.param == "training.options.recompute-num-layers"
+
+
+@pytest.mark.parametrize(
+    "options", [recomputed("uniform", 3), recomputed("block", 4), recomputed("block", 7), OptimizerOptions()]
+)
+def test_units_that_fill_a_stage_and_any_number_of_single_layers_are_taken(options: OptimizerOptions) -> None:
+    check_recompute(Architecture(**DENSE), Layout(), options)

@@ -204,6 +204,15 @@ def test_other_users_cannot_reach_the_cluster_files(trainer: Trainer) -> None:
     assert trainer._connection.temp_dir.stat().st_mode & 0o077 == 0
 
 
+def test_the_place_where_workers_meet_stays_as_long_as_they_do_and_no_longer(trainer: Trainer) -> None:
+    assert trainer._connection is not None and trainer._connection.temp_dir is not None
+    place = trainer._connection.temp_dir
+    (before,) = place.glob("ranks-*/store")  # NCCL makes its connections over it at the first call, not at the start
+    trainer.restart()
+    (after,) = place.glob("ranks-*/store")
+    assert before != after
+
+
 def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(config: Config, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model at"):
         Trainer(config, tmp_path)
@@ -245,10 +254,12 @@ def test_a_cluster_of_others_is_joined_and_left_running(make_model: Callable[...
         where = ["--node-ip-address=127.0.0.1", f"--port={address.split(':')[1]}", f"--temp-dir={directory}"]
         without_address = {name: value for name, value in environment.items() if name != "RAY_ADDRESS"}
         head = subprocess.Popen([*start, *where, "--num-cpus=1"], env=without_address, stdout=subprocess.DEVNULL)
+        (tmp_path / "ranks-left").mkdir()  # by an owner that was killed
         try:
             wait_for_port(address)
             joined = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=90)
             assert (joined.returncode, joined.stdout) == (0, "ready\n"), joined.stderr
+            assert not list(tmp_path.rglob("ranks-*"))
             assert head.poll() is None
             assert not [p for p in psutil.Process(head.pid).children(recursive=True) if "WorkerActor" in p.name()]
         finally:

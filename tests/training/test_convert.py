@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from reef.errors import ConfigError
+from reef.headers import read_header
 from reef.training.architecture import LLAMA3_ROPE, read_architecture
-from reef.training.headers import read_header
 from reef.training.manifest import content_id_of
 from reef.training.tensors import check_weights
 from reef.training.weights import open_weights

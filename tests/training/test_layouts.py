@@ -65,6 +65,10 @@ EXPERT_LAYOUTS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {"tensor": 2, "sequence-parallel": True, "data": 2, "expert": 2},
         SHARDED,
     ),
+    "tensor 2 x pipeline 2, sequence, expert 2, recomputed": (
+        {"tensor": 2, "pipeline": 2, "sequence-parallel": True, "expert": 2},
+        {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+    ),
 }
 HALF_LAYOUTS = (
     "tensor 2, sequence",

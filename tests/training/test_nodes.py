@@ -106,18 +106,24 @@ def test_a_node_lost_in_a_step_ends_it_and_the_workers_go_on_where_there_is_room
 
 
 @pytest.mark.skipif(not may_unshare(), reason="this user may not mount")
-def test_a_node_that_does_not_share_the_run_directory_is_named(
-    nodes: Nodes, make_model: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize("missing", ["run/ranks-", "releases/.ranks-"])
+def test_a_node_that_does_not_share_a_directory_is_named(
+    nodes: Nodes, make_model: Callable[..., Path], tmp_path: Path, missing: str
 ) -> None:
-    (tmp_path / "run").mkdir()
+    directories = [tmp_path / "run", tmp_path / "releases"]
+    for directory in directories:
+        directory.mkdir()
     connection = connect(make_config(nodes, tmp_path / "run"), 60)
     try:
         num_cpus = int(ray.available_resources()["CPU"])
         config = make_config(nodes, tmp_path / "run", layout={"data": num_cpus + 1})  # so that each node has a worker
-        with blind_node(nodes, "127.0.0.3", tmp_path / "run"):
+        storage = config.storage.model_copy(update={"releases_dir": tmp_path / "releases"})
+        with blind_node(nodes, "127.0.0.3", (tmp_path / missing).parent):
             wait_for_cpus(num_cpus + 1)
-            with pytest.raises(ConfigError, match=rf"a training worker on .* does not see {tmp_path}/run/ranks-"):
-                Trainer(config, make_model()).start()
+            with pytest.raises(ConfigError, match=rf"a training worker on .* does not see {tmp_path}/{missing}"):
+                Trainer(config.model_copy(update={"storage": storage}), make_model()).start()
+            assert [list(directory.glob("*ranks-*")) for directory in directories] == [[], []]
+        wait_for_cpus(num_cpus)
     finally:
         disconnect(connection)
 

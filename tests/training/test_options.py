@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from reef.config import OptimizerOptions, load
 from reef.errors import ConfigError
 from reef.training import optimizer
-from reef.training.settings import built_with, layout_of, options_of
+from reef.training.settings import built_with, layout_of, options_of, taken_again
 from reef.training.worker import MegatronWorker
 from reef.types import Batch
 
@@ -203,3 +203,17 @@ def test_what_workers_are_built_with_and_what_a_batch_may_change(make_batch: Mak
         "training.options.overlap-grad-reduce",
         "training.seed",
     }
+
+
+def test_a_batch_that_is_taken_again_tells_of_the_workers_that_train_it_and_else_stays_as_it_is(
+    make_batch: MakeBatch,
+) -> None:
+    stored = make_batch().settings
+    assert taken_again(stored, stored) == stored
+    other = stored["optimizer"] | {"lr": 1.0, "use_distributed_optimizer": True}
+    layout = stored["layout"] | {"data": 2}
+    now = stored | {"optimizer": other, "layout": layout, "dtype": "bfloat16", "seed": 7, "threads": 2, "method": {}}
+    found = taken_again(stored, now)
+    assert built_with(found) == built_with(now)
+    assert found["optimizer"] == stored["optimizer"] | {"use_distributed_optimizer": True}
+    assert (found["method"], found["threads"]) == (stored["method"], stored["threads"])

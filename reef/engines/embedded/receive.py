@@ -14,7 +14,7 @@ import torch
 
 from reef.engines.embedded.architecture import Architecture
 from reef.engines.embedded.errors import ModelError
-from reef.engines.embedded.weights import Tensors, Weights, build_weights, expected_shapes
+from reef.engines.embedded.weights import Received, Tensors, Weights, build_weights, expected_shapes
 from reef.engines.group import Group, find_store
 from reef.errors import EngineError
 
@@ -97,7 +97,7 @@ class Receiver:
         if self._received is None:
             raise ModelError("no weight-update session is open; call begin_weight_update first")
         received, self._received = self._received, None
-        return build_weights(received, SOURCE, self._arch, self._dtype) if received else None
+        return build_weights(Received(SOURCE, received), self._arch, self._dtype) if received else None
 
     def _refuse_strange(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Before any memory is taken for it."""

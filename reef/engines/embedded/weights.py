@@ -6,21 +6,20 @@ Shape letters: H query heads, K key-value heads, D head_dim, I mlp_size, V vocab
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from reef.engines.embedded.architecture import Architecture
 from reef.engines.embedded.errors import ModelError
+from reef.errors import ConfigError
 from reef.faults import reach
+from reef.headers import read_headers
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_NAMES_IN_MESSAGE = 5
 
 Tensors = dict[str, torch.Tensor]
@@ -75,6 +74,82 @@ class Weights:
         return total
 
 
+class Source(Protocol):
+    """Tensors by the names that they have in files."""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all its tensors."""
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Write a tensor, which has as many numbers, into `out`. Raises ModelError where it cannot be had."""
+
+
+class Files:
+    """The safetensors files of a directory, read straight to where the numbers are wanted.
+
+    Read, not mapped: a file that is truncated later must not kill the server with SIGBUS.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError: no files, or one that is missing or no safetensors file."""
+        self.title = str(path)
+        try:
+            headers = read_headers(path)
+        except ConfigError as error:
+            raise ModelError(error.message) from None
+        self._places = {
+            name: (path / file, tensor)
+            for file, header in headers.items()
+            for name, tensor in header.tensors.items()
+            if not name.endswith("rotary_emb.inv_freq")
+        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tensor.shape for name, (_, tensor) in self._places.items()}
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """As in `Source`."""
+        file, tensor = self._places[name]
+        dtype = DTYPES[tensor.dtype]
+        direct = out.dtype is dtype and out.is_contiguous()
+        read = out if direct else torch.empty(tensor.shape, dtype=dtype)
+        _read_into(file, tensor.begin, read.view(-1).view(torch.uint8).numpy().data)
+        if not direct:
+            out.copy_(read.view(out.shape))
+
+
+def _read_into(file: Path, begin: int, into: memoryview) -> None:
+    try:
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(begin)
+            while len(into):
+                if not (num_bytes := opened.readinto(into)):
+                    raise ModelError(f"cannot read {file}: it ends before its last tensor")
+                into = into[num_bytes:]
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Tensors that are in memory already."""
+
+    title: str
+    tensors: Tensors
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As in `Source`."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """As in `Source`."""
+        out.copy_(self.tensors[name].view(out.shape))
+
+
 def load_weights(path: Path, arch: Architecture, dtype: torch.dtype) -> Weights:
     """Reads the weights in `path` as `dtype`.
 
@@ -82,25 +157,25 @@ def load_weights(path: Path, arch: Architecture, dtype: torch.dtype) -> Weights:
         ModelError: a file is missing, truncated or unreadable; a tensor is missing, unknown, of another shape, or holds
             a NaN or an infinity.
     """
-    tensors = _read(path)
+    files = Files(path)
     reach("load.engine")
-    return build_weights(tensors, str(path), arch, dtype)
+    return build_weights(files, arch, dtype)
 
 
-def build_weights(tensors: Tensors, source: str, arch: Architecture, dtype: torch.dtype) -> Weights:
-    """Checks and fuses tensors by their names in files; `source` is how messages call where they came from.
+def build_weights(source: Source, arch: Architecture, dtype: torch.dtype) -> Weights:
+    """Checks and fuses a source's tensors.
 
     Raises:
         ModelError: a tensor is missing, unknown, of another shape, or holds a NaN or an infinity.
     """
-    if arch.tied:
-        tensors.pop("lm_head.weight", None)  # a copy of the embedding that some writers keep
-    _check(source, tensors, expected_shapes(arch))
+    _check_shapes(source, arch)
+    build = _Build(source, arch, dtype)
+    embedding = build.take("model.embed_tokens.weight")
     return Weights(
-        embedding=tensors["model.embed_tokens.weight"].to(dtype, copy=True),
-        layers=tuple(_fuse_layer(tensors, f"model.layers.{i}.", arch, dtype) for i in range(arch.num_layers)),
-        norm=tensors["model.norm.weight"].to(dtype, copy=True),
-        head=tensors["model.embed_tokens.weight" if arch.tied else "lm_head.weight"].to(dtype, copy=True),
+        embedding=embedding,
+        layers=tuple(build.layer(f"model.layers.{i}.") for i in range(arch.num_layers)),
+        norm=build.take("model.norm.weight"),
+        head=embedding if arch.tied else build.take("lm_head.weight"),
     )
 
 
@@ -132,78 +207,81 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read(path: Path) -> Tensors:
-    tensors: Tensors = {}
-    for file in _files(path):
-        try:
-            # Bytes, not a memory map: a file that is truncated later must not kill the server with SIGBUS.
-            part = load(file.read_bytes())
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"cannot read {file}: {error}") from error
-        tensors |= {name: tensor for name, tensor in part.items() if not name.endswith("rotary_emb.inv_freq")}
-    return tensors
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise ModelError(f"{path} is not a directory")
-    index = path / INDEX
-    if not index.exists():
-        if not (path / SINGLE).exists():
-            raise ModelError(f"{path} holds neither {SINGLE} nor {INDEX}")
-        return [path / SINGLE]
-    try:
-        names = json.loads(index.read_text())["weight_map"].values()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is not an index of shards: {error!r}") from error
-    return [path / name for name in sorted(set(names))]
-
-
-def _check(source: str, tensors: Tensors, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(source: Source, arch: Architecture) -> None:
+    found, expected = dict(source.shapes), expected_shapes(arch)
+    if arch.tied:
+        found.pop("lm_head.weight", None)  # a copy of the embedding that some writers keep
     for problem, names in (
-        ("lacks", sorted(shapes.keys() - tensors.keys())),
-        ("holds unexpected", sorted(tensors.keys() - shapes.keys())),
+        ("lacks", sorted(expected.keys() - found.keys())),
+        ("holds unexpected", sorted(found.keys() - expected.keys())),
     ):
         if names:
             more = f" and {len(names) - MAX_NAMES_IN_MESSAGE} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
-            raise ModelError(f"{source} {problem} tensors: {', '.join(names[:MAX_NAMES_IN_MESSAGE])}{more}")
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ModelError(f"{source}: {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
-        if not bool(torch.isfinite(tensors[name]).all()):
-            raise ModelError(f"{source}: {name} holds a NaN or an infinity")
+            raise ModelError(f"{source.title} {problem} tensors: {', '.join(names[:MAX_NAMES_IN_MESSAGE])}{more}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ModelError(f"{source.title}: {name} has shape {found[name]}, expected {shape}")
 
 
-def _fuse_layer(tensors: Tensors, prefix: str, arch: Architecture, dtype: torch.dtype) -> LayerWeights:
-    def take(name: str) -> torch.Tensor:
-        return tensors[prefix + name].to(dtype, copy=True)  # not a view of the file
+class _Build:
+    """Puts each tensor of a source into its place, in memory that is the weights' own."""
 
-    def qkv(kind: str) -> torch.Tensor:
-        query, key, value = (take(f"self_attn.{part}_proj.{kind}") for part in "qkv")
-        return torch.cat([_interleave(query, arch.head_dim), _interleave(key, arch.head_dim), value])
+    def __init__(self, source: Source, arch: Architecture, dtype: torch.dtype) -> None:
+        self._source = source
+        self._arch = arch
+        self._dtype = dtype
 
-    def gate_up(kind: str) -> torch.Tensor:
-        return torch.cat([take(f"mlp.gate_proj.{kind}"), take(f"mlp.up_proj.{kind}")])
+    def take(self, name: str) -> torch.Tensor:
+        return self._fill(name, self._empty(self._source.shapes[name]))
 
-    return LayerWeights(
-        attention_norm=take("input_layernorm.weight"),
-        qkv=qkv("weight"),
-        qkv_bias=qkv("bias") if arch.qkv_bias else None,
-        qk_norm=_qk_norm(take, arch) if arch.qk_norm else None,
-        out=take("self_attn.o_proj.weight"),
-        out_bias=take("self_attn.o_proj.bias") if arch.out_bias else None,
-        mlp_norm=take("post_attention_layernorm.weight"),
-        gate_up=gate_up("weight"),
-        gate_up_bias=gate_up("bias") if arch.mlp_bias else None,
-        down=take("mlp.down_proj.weight"),
-        down_bias=take("mlp.down_proj.bias") if arch.mlp_bias else None,
-    )
+    def layer(self, prefix: str) -> LayerWeights:
+        arch = self._arch
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        return LayerWeights(
+            attention_norm=self.take(prefix + "input_layernorm.weight"),
+            qkv=self._qkv(attention, "weight"),
+            qkv_bias=self._qkv(attention, "bias") if arch.qkv_bias else None,
+            qk_norm=self._qk_norm(attention) if arch.qk_norm else None,
+            out=self.take(attention + "o_proj.weight"),
+            out_bias=self.take(attention + "o_proj.bias") if arch.out_bias else None,
+            mlp_norm=self.take(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._gate_up(mlp, "weight"),
+            gate_up_bias=self._gate_up(mlp, "bias") if arch.mlp_bias else None,
+            down=self.take(mlp + "down_proj.weight"),
+            down_bias=self.take(mlp + "down_proj.bias") if arch.mlp_bias else None,
+        )
 
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype)
 
-def _qk_norm(take: Callable[[str], torch.Tensor], arch: Architecture) -> torch.Tensor:
-    query = _interleave(take("self_attn.q_norm.weight"), arch.head_dim).expand(arch.num_heads, -1)
-    key = _interleave(take("self_attn.k_norm.weight"), arch.head_dim).expand(arch.num_kv_heads, -1)
-    return torch.cat([query, key])
+    def _fill(self, name: str, out: torch.Tensor) -> torch.Tensor:
+        self._source.fill(name, out)
+        if not all(map(torch.isfinite, torch.aminmax(out))):  # which a NaN passes through
+            raise ModelError(f"{self._source.title}: {name} holds a NaN or an infinity")
+        return out
+
+    def _qkv(self, prefix: str, kind: str) -> torch.Tensor:
+        arch = self._arch
+        rows = [arch.num_heads * arch.head_dim, *[arch.num_kv_heads * arch.head_dim] * 2]
+        fused = self._empty((sum(rows), *self._source.shapes[f"{prefix}q_proj.{kind}"][1:]))
+        query, key, value = torch.split(fused, rows)
+        query.copy_(_interleave(self.take(f"{prefix}q_proj.{kind}"), arch.head_dim))
+        key.copy_(_interleave(self.take(f"{prefix}k_proj.{kind}"), arch.head_dim))
+        self._fill(f"{prefix}v_proj.{kind}", value)
+        return fused
+
+    def _gate_up(self, prefix: str, kind: str) -> torch.Tensor:
+        rows, *rest = self._source.shapes[f"{prefix}gate_proj.{kind}"]
+        fused = self._empty((2 * rows, *rest))
+        for name, part in zip(("gate_proj", "up_proj"), fused.chunk(2), strict=True):
+            self._fill(f"{prefix}{name}.{kind}", part)
+        return fused
+
+    def _qk_norm(self, prefix: str) -> torch.Tensor:
+        arch = self._arch
+        query = _interleave(self.take(prefix + "q_norm.weight"), arch.head_dim).expand(arch.num_heads, -1)
+        key = _interleave(self.take(prefix + "k_norm.weight"), arch.head_dim).expand(arch.num_kv_heads, -1)
+        return torch.cat([query, key])
 
 
 def _interleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -49,7 +49,7 @@ def read_headers(model_path: Path) -> dict[str, FileHeader]:
 
 def _file_names(model_path: Path) -> list[str]:
     index = model_path / INDEX_FILE
-    if not index.is_file():
+    if not index.exists():
         if (model_path / SINGLE_FILE).is_file():
             return [SINGLE_FILE]
         raise _refused(f"{model_path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -82,7 +82,9 @@ def read_header(path: Path) -> FileHeader:
         raise _refused(f"cannot read {path}: it is not a safetensors file ({error!r:.100})") from None
     expected = len(raw) + sum(tensor.size_bytes for tensor in tensors.values())
     if path.stat().st_size != expected:
-        raise _refused(f"{path} has {path.stat().st_size} bytes, its header says {expected}: fetch it again")
+        raise _refused(
+            f"cannot read {path}: it has {path.stat().st_size} bytes, its header says {expected}: fetch it again"
+        )
     return FileHeader(raw, tensors)
 
 
