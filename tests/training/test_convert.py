@@ -181,7 +181,7 @@ def test_a_damaged_directory_is_refused_by_the_name_of_the_file(
     first = min(path.glob("*.safetensors"))
     if damage == "cut short":
         os.truncate(first, first.stat().st_size - 1)
-        message = f"{first.name} has .* bytes, its header says .*: fetch it again"
+        message = f"{first.name}: it has .* bytes, its header says .*: fetch it again"
     elif damage == "no safetensors":
         first.write_bytes(b"version https://git-lfs.github.com/spec/v1")
         message = f"cannot read .*{first.name}: it is not a safetensors file"
