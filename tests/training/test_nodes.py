@@ -115,7 +115,8 @@ def test_a_node_that_does_not_share_a_directory_is_named(
         directory.mkdir()
     connection = connect(make_config(nodes, tmp_path / "run"), 60)
     try:
-        num_cpus = int(ray.available_resources()["CPU"])
+        num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"])
+        wait_for_cpus(num_cpus)  # what the test before held is given back
         config = make_config(nodes, tmp_path / "run", layout={"data": num_cpus + 1})  # so that each node has a worker
         storage = config.storage.model_copy(update={"releases_dir": tmp_path / "releases"})
         with blind_node(nodes, "127.0.0.3", (tmp_path / missing).parent):
