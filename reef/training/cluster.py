@@ -5,9 +5,7 @@ Tensor ranks of one group are on one node; the groups are packed on as few nodes
 Calls block. One thread at a time may use a `Trainer`, and not always the same one.
 """
 
-import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -15,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from reef.cluster import room
 from reef.cluster.connection import Connection, connect, disconnect
@@ -60,6 +60,7 @@ class Trainer:
         check_weights(model_path, architecture)
         self._workers: list[Any] = []
         self._pids: list[int] = []
+        self._processes: list[psutil.Process] = []  # of those that run on this machine, in a cluster of our own
         self._addresses: list[str] = []  # of the workers' nodes, by rank
         self._group: Any = None
         self._meeting: Path | None = None  # where the workers found each other
@@ -252,6 +253,8 @@ class Trainer:
             self._each(deadline, "settle", [(self._surroundings(rank, shared),) for rank in range(self._world_size)])
             self._each(deadline, "start", [(self._spec(rank, meeting),) for rank in range(self._world_size)])
             self._pids = self._each(deadline, "pid", [()] * self._world_size)
+            if self._is_local:
+                self._processes = [psutil.Process(pid) for pid in self._pids if psutil.pid_exists(pid)]
         finally:
             for mark in marks.values():
                 shutil.rmtree(mark, ignore_errors=True)
@@ -331,12 +334,12 @@ class Trainer:
         for worker in self._workers:
             with suppress(RayError, ValueError):  # ended already
                 ray.kill(worker)
-        if self._is_local:  # they are here, and one that is stopped does not hear Ray
-            for pid in self._pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for process in self._processes:  # one that is stopped does not hear Ray
+            with suppress(psutil.NoSuchProcess):  # also where its number is another's by now
+                process.kill()
         self._workers = []
         self._pids = []
+        self._processes = []
         if self._group is not None:
             with suppress(RayError):
                 remove_placement_group(self._group)
