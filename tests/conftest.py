@@ -25,6 +25,7 @@ from tests import postgres
 ROOT = Path(__file__).resolve().parents[1]
 STARTER = ROOT / "recipes" / "arithmetic" / "starter"
 RECORD_ONLY = ("--training.backend", "none")
+OPEN = ("--reef.access", "open")  # most tests are not about keys; those that are say `--reef.access key`
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
@@ -73,7 +74,7 @@ class Service:
         empty = self.run_dir.parent / "serve.yaml"
         empty.touch()
         command = [sys.executable, "-m", "reef", "serve", "-c", str(empty), "--reef.run-dir", str(self.run_dir)]
-        command += ["--reef.port", "0", "--inference.model-path", str(self.model), *self.settings, *more]
+        command += ["--reef.port", "0", "--inference.model-path", str(self.model), *OPEN, *self.settings, *more]
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -124,9 +125,10 @@ class Service:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
             self._look()
-            for process in self._seen:
+            # psutil signals one that it knows has ended without a look at whose number it is by now: a thread of ours.
+            for process in [process for process in self._seen if process.is_running()]:
                 with suppress(psutil.NoSuchProcess):
-                    process.kill()  # refused where the id belongs to another process by now
+                    process.kill()
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

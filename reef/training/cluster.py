@@ -335,8 +335,9 @@ class Trainer:
             with suppress(RayError, ValueError):  # ended already
                 ray.kill(worker)
         for process in self._processes:  # one that is stopped does not hear Ray
-            with suppress(psutil.NoSuchProcess):  # also where its number is another's by now
-                process.kill()
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running():  # else its number may be another's by now
+                    process.kill()
         self._workers = []
         self._pids = []
         self._processes = []
