@@ -1,22 +1,25 @@
-"""Messages to ids and ids to text, with the model's own template and tokenizer.
+"""Conversations to ids and ids to text, with the model's own template and tokenizer.
 
-Knows nothing of requests or engines. Rendering and decoding of whole answers run in one thread of their own, so the
-event loop is never blocked; a stream's few new tokens are decoded where they arrive, in microseconds.
+Knows nothing of requests or engines. What is short is rendered, encoded and decoded where it is asked for, in
+microseconds; what is long in one thread of its own, so that the event loop is never blocked.
 """
 
 import asyncio
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import jinja2
 import numpy as np
+import orjson
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from reef.chat.conversation import Conversation
 from reef.errors import BadRequestError, ConfigError
 from reef.types import Ids
 
@@ -24,6 +27,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # Arguments of the renderer itself (another template, truncation, ...): not a client's to give.
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
+
+
+SHORT_CHARS = 8192  # of a text, or tokens of an answer: fewer are not worth a thread
+MAX_CACHED = 512  # prompts rendered last: the rollouts of a group, an agent's retries
+_SENTINEL = "\ue000reef\ue001"  # private characters: in nobody's messages
 
 
 class Template:
@@ -35,43 +43,80 @@ class Template:
         except (OSError, ValueError) as error:
             raise ConfigError(f"inference.model-path: no tokenizer in {model_path}: {error}") from None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")
+        self._rendered: OrderedDict[bytes, Ids] = OrderedDict()
         self.vocab_size: int = len(self._tokenizer)
         if len(self._encode("0")) == 0:  # transformers makes an empty tokenizer where there is none
             raise ConfigError(f"inference.model-path: no tokenizer in {model_path}: it encodes nothing")
-        template = self._tokenizer.chat_template
-        self.template_digest = _sha256(str(template)) if template else None
+        self.text: str | None = _template_text(self._tokenizer.chat_template)
+        self.template_digest = _sha256(self.text) if self.text else None
         self.tokenizer_digest = _sha256(self._tokenizer.backend_tokenizer.to_str())
+        added = self._tokenizer.added_tokens_decoder
+        self._special = {int(id): str(token.content) for id, token in added.items() if token.special}
+        self._ends = self._end_texts(model_path)
+        self._knows_developer = "developer" in (self.text or "")
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Ids:
-        """Prompt ids [P] of a chat, ready for the assistant's answer.
+    async def render(self, conversation: Conversation) -> Ids:
+        """Prompt ids [P] of a conversation, ready for the assistant's answer.
 
         Raises:
             BadRequestError: the model has no template, an option is not the template's, or the template refuses these
                 messages.
         """
-        if self.template_digest is None:
-            raise BadRequestError(
-                "this model has no chat template (chat_template.jinja or tokenizer_config.json): "
-                "/v1/completions works, /v1/chat/completions cannot",
-                code="no_chat_template",
-            )
-        if taken := sorted(RESERVED & options.keys()):
-            raise BadRequestError(
-                f"chat_template_kwargs: {taken[0]} is not a variable of the template", param="chat_template_kwargs"
-            )
-        return await self._in_thread(self._render, messages, options)
+        self._check(conversation)
+        key = _digest(conversation)
+        if (found := self._rendered.get(key)) is not None:
+            self._rendered.move_to_end(key)
+            return found
+        ids = await self._run(_size(conversation), self._render, conversation)
+        if len(ids) <= SHORT_CHARS:
+            self._rendered[key] = ids
+            if len(self._rendered) > MAX_CACHED:
+                self._rendered.popitem(last=False)
+        return ids
+
+    async def render_after(self, conversation: Conversation, index: int, last_id: int | None) -> Ids | None:
+        """What follows the assistant's message `index` in the prompt: its end, the messages after it, the opening.
+
+        The ids of everything before are those of the turn that said it. Only the text after it is encoded.
+
+        Args:
+            last_id: the stop id that was sampled at the end of the turn, if one was: the template's own is left out.
+
+        Returns:
+            Ids [A]; None where the template's text does not show where that message ends.
+
+        Raises what `render` raises.
+        """
+        self._check(conversation)
+        return await self._run(_size(conversation), self._render_after, conversation, index, last_id)
 
     async def encode(self, text: str) -> Ids:
         """Ids [P] of plain text, nothing added."""
-        return await self._in_thread(self._encode, text)
+        return await self._run(len(text), self._encode, text)
 
-    async def decode_all(self, sequences: Sequence[Ids]) -> list[str]:
-        """Text of whole answers, special tokens left out."""
-        return await self._in_thread(lambda: [self.decode(ids.tolist()) for ids in sequences])
+    async def decode_all(self, sequences: Sequence[Ids], keep: frozenset[int] = frozenset()) -> list[str]:
+        """Text of whole answers, special tokens left out but for those in `keep`."""
+        work = lambda: [self.decode(ids.tolist(), keep) for ids in sequences]  # noqa: E731
+        return await self._run(sum(len(ids) for ids in sequences), work)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out. Blocks: for a few tokens, or in the thread."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, ids: Sequence[int], keep: frozenset[int] = frozenset()) -> str:
+        """Text of ids, special tokens left out but for those in `keep`. Blocks: for a few tokens, or in the thread."""
+        if keep:
+            ids = [token for token in ids if token in keep or token not in self._special]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not keep, clean_up_tokenization_spaces=False))
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of those texts that are special tokens."""
+        wanted = frozenset(texts)
+        return frozenset(id for id, text in self._special.items() if text in wanted)
+
+    def is_special(self, token: int) -> bool:
+        """Whether an id is a special token, which is in no text."""
+        return token in self._special
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Text of a few ids, special tokens by name."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_text(self, token: int) -> str:
         """One token by itself, for `logprobs`; special tokens by name."""
@@ -80,18 +125,61 @@ class Template:
     def close(self) -> None:
         self._thread.shutdown()
 
-    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if size <= SHORT_CHARS:
+            return function(*args, **kwargs)
         work = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Ids:
+    def _check(self, conversation: Conversation) -> None:
+        if self.template_digest is None:
+            raise BadRequestError(
+                "this model has no chat template (chat_template.jinja or tokenizer_config.json): "
+                "/v1/completions works, chats cannot",
+                code="no_chat_template",
+            )
+        if taken := sorted(RESERVED & conversation.options.keys()):
+            raise BadRequestError(
+                f"chat_template_kwargs: {taken[0]} is not a variable of the template", param="chat_template_kwargs"
+            )
+
+    def _render(self, conversation: Conversation) -> Ids:
+        return self._encode(self._text(conversation, [message.rendered() for message in conversation.messages]))
+
+    def _render_after(self, conversation: Conversation, index: int, last_id: int | None) -> Ids | None:
+        messages = [message.rendered() for message in conversation.messages]
+        messages[index] = _marked(messages[index])
+        _, found, after = self._text(conversation, messages).rpartition(_SENTINEL)
+        if not found:
+            return None
+        ends = [at for text in self._ends if (at := after.find(text)) >= 0]
+        if not ends:  # the turn's end is no token: where a call ends is not known, where a text ends is
+            return None if "tool_calls" in messages[index] else self._encode(after)
+        ids = self._encode(after[min(ends) :])
+        return ids[1:] if last_id is not None and self.is_special(last_id) else ids
+
+    def _text(self, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
+        for message in messages:
+            if message["role"] == "developer" and not self._knows_developer:
+                message["role"] = "system"
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **options
+                messages,
+                tools=[dict(tool) for tool in conversation.tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **conversation.options,
             )
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise BadRequestError(f"the chat template refuses these messages: {error}", param="messages") from None
-        return self._encode(text)
+        return str(text)
+
+    def _end_texts(self, model_path: Path) -> list[str]:
+        """The tokens that end an answer: the tokenizer's, and those that generation stops at."""
+        file = model_path / "generation_config.json"
+        told = orjson.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
+        ids = {self._tokenizer.eos_token_id, *(told if isinstance(told, list) else [told])} - {None}
+        return [self._special[id] for id in sorted(ids) if id in self._special]
 
     def _encode(self, text: str) -> Ids:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
@@ -104,8 +192,8 @@ class Detokenizer:
     beginning of a stop string waits too.
     """
 
-    def __init__(self, template: Template, stop: Sequence[str] = ()) -> None:
-        self._template = template
+    def __init__(self, template: Template, stop: Sequence[str] = (), keep: frozenset[int] = frozenset()) -> None:
+        self._decode = functools.partial(template.decode, keep=keep)
         self._longest_stop = max((len(text) for text in stop), default=1)
         self._ids: list[int] = []
         self._prefix = 0  # ids before it are settled
@@ -115,11 +203,11 @@ class Detokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """The text that is certain after these ids, which are not the last, and was not returned before."""
         self._ids.extend(ids)
-        tail = self._template.decode(self._ids[self._prefix :])
+        tail = self._decode(self._ids[self._prefix :])
         if not tail.endswith("�") and len(self._ids) - self._prefix > _CONTEXT:
             keep = len(self._ids) - _CONTEXT
-            settled = self._template.decode(self._ids[self._prefix : keep])
-            rest = self._template.decode(self._ids[keep:])
+            settled = self._decode(self._ids[self._prefix : keep])
+            rest = self._decode(self._ids[keep:])
             if settled + rest == tail:
                 self._text += settled
                 self._prefix, tail = keep, rest
@@ -129,7 +217,7 @@ class Detokenizer:
     def finish(self, ids: Sequence[int], matched: int | str | None) -> str:
         """The rest of the text with the last ids, cut at the stop string that ended it."""
         self._ids.extend(ids)
-        whole = cut_at_stop(self._text + self._template.decode(self._ids[self._prefix :]), matched)
+        whole = cut_at_stop(self._text + self._decode(self._ids[self._prefix :]), matched)
         return self._take(whole, len(whole))
 
     def _take(self, whole: str, end: int) -> str:
@@ -151,3 +239,35 @@ def cut_at_stop(text: str, matched: int | str | None) -> str:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _template_text(template: Any) -> str | None:
+    """A model may have several by name; `default` is the one that `apply_chat_template` takes without tools."""
+    if isinstance(template, dict):
+        return "".join(f"{name}\n{text}\n" for name, text in sorted(template.items())) or None
+    return str(template) if template else None
+
+
+def _digest(conversation: Conversation) -> bytes:
+    shown = [[message.rendered() for message in conversation.messages], conversation.tools, conversation.options]
+    return hashlib.blake2b(orjson.dumps(shown), digest_size=16).digest()
+
+
+def _size(conversation: Conversation) -> int:
+    tools = sum(len(str(tool)) for tool in conversation.tools)
+    return tools + sum(
+        len(message.content) + len(message.reasoning or "") + sum(len(call.arguments) for call in message.tool_calls)
+        for message in conversation.messages
+    )
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """The assistant's message with the sentinel where the template shows its text and the names of its calls.
+
+    Nothing else of it is shown, so that the first token after the last sentinel which ends an answer ends this one.
+    """
+    marked = {"role": message["role"], "content": _SENTINEL}
+    if "tool_calls" in message:
+        function = {"name": _SENTINEL, "arguments": {}}
+        marked["tool_calls"] = [{**call, "function": function} for call in message["tool_calls"]]
+    return marked

@@ -12,8 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from reef.chat.conversation import Conversation, Message
 from reef.chat.template import Detokenizer, Template, cut_at_stop
 from reef.errors import BadRequestError, ConfigError
+
+
+def conversation(messages, options):
+    return Conversation(tuple(Message(**message) for message in messages), options=options)
+
 
 EVERYTHING = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -65,7 +71,7 @@ CHATS = [
 @pytest.mark.parametrize("messages", CHATS)
 def test_a_chat_is_rendered_as_transformers_renders_it(template, tokenizer, messages) -> None:
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    ids = asyncio.run(template.render(messages, {}))
+    ids = asyncio.run(template.render(conversation(messages, {})))
     assert ids.tolist() == expected
     assert ids.dtype.name == "int32"
 
@@ -78,7 +84,8 @@ def test_text_is_encoded_with_nothing_added(template, tokenizer, text) -> None:
 def test_template_variables_reach_the_template(with_template) -> None:
     template = with_template("{{ messages[0].content }}{% if think %}!{% endif %}")
     plain, thinking = (
-        asyncio.run(template.render([{"role": "user", "content": "a"}], options)) for options in ({}, {"think": True})
+        asyncio.run(template.render(conversation([{"role": "user", "content": "a"}], options)))
+        for options in ({}, {"think": True})
     )
     assert template.decode(plain.tolist()) == "a"
     assert template.decode(thinking.tolist()) == "a!"
@@ -87,7 +94,7 @@ def test_template_variables_reach_the_template(with_template) -> None:
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "add_generation_prompt", "truncation", "tools"])
 def test_the_renderers_own_arguments_are_not_a_clients_to_give(template, name) -> None:
     with pytest.raises(BadRequestError, match=f"chat_template_kwargs: {name} is not a variable") as refused:
-        asyncio.run(template.render(CHATS[0], {name: "x"}))
+        asyncio.run(template.render(conversation(CHATS[0], {name: "x"})))
     assert refused.value.param == "chat_template_kwargs"
 
 
@@ -96,7 +103,7 @@ def test_a_model_without_a_template_completes_text_and_says_what_is_missing(with
     assert template.template_digest is None
     assert len(asyncio.run(template.encode("1+1="))) == 4
     with pytest.raises(BadRequestError, match=r"no chat template \(chat_template\.jinja or tokenizer_config\.json\)"):
-        asyncio.run(template.render(CHATS[0], {}))
+        asyncio.run(template.render(conversation(CHATS[0], {})))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_a_model_without_a_template_completes_text_and_says_what_is_missing(with
 def test_messages_that_a_template_refuses_are_the_clients_fault(with_template, text) -> None:
     template = with_template(text)
     with pytest.raises(BadRequestError, match="the chat template refuses these messages") as refused:
-        asyncio.run(template.render(CHATS[0], {}))
+        asyncio.run(template.render(conversation(CHATS[0], {})))
     assert refused.value.param == "messages"
 
 
@@ -135,7 +142,9 @@ def test_a_directory_without_a_tokenizer_is_a_configuration_error(tmp_path) -> N
 
 def test_many_chats_are_rendered_and_decoded_at_once(template, tokenizer) -> None:
     async def work():
-        renders = asyncio.gather(*(template.render([{"role": "user", "content": str(i)}], {}) for i in range(200)))
+        renders = asyncio.gather(
+            *(template.render(conversation([{"role": "user", "content": str(i)}], {})) for i in range(200))
+        )
         detokenizer = Detokenizer(template)
         text = ""
         for _ in range(200):  # the event loop decodes while the thread encodes
