@@ -316,6 +316,9 @@ class Dispatcher:
             log.info("not reserved: %s", error.message)
             self._wake.set()
             return None
+        except DamagedError as error:
+            await self._drop_damaged(error)
+            return None
         reach("batch.reserved")
         self._count_drops(selection)
         asked, self._update_asked = self._update_asked, False

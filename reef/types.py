@@ -39,6 +39,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    json_schema: str | None = None  # JSON text: the engine's grammar lets nothing else through
 
     def inexact_reason(self) -> str | None:
         """Why recorded log-probabilities are not those of the distribution sampled from, or None where they are."""
@@ -52,12 +53,13 @@ class Sampling:
             "frequency_penalty": self.frequency_penalty == 0.0,
             "repetition_penalty": self.repetition_penalty == 1.0,
             "min_tokens": self.min_tokens <= 0,
+            "json_schema": self.json_schema is None,
         }
         changed = [name for name, is_neutral in neutral.items() if not is_neutral]
         return ",".join(changed) or None
 
     def neutralised(self) -> "Sampling":
-        """The same request drawn from the model's own distribution at its temperature."""
+        """The same request drawn from the model's own distribution at its temperature; a grammar stays."""
         return Sampling(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -65,6 +67,7 @@ class Sampling:
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            json_schema=self.json_schema,
         )
 
 
@@ -87,6 +90,7 @@ class Request:
     top_logprobs: int = 0
     template_digest: str | None = None
     tokenizer_digest: str | None = None
+    continued_by: str | None = None  # how the parent was found: explicit | response | session | messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,9 @@ class Receipt:
     engine_build: str
     created_at: float
     inexact_reason: str | None
-    digest: str  # sha256 over all of the above
+    digest: str  # sha256 over all else here
+    continued_by: str | None = None  # how the parent was found; see `Request`
+    turn_key: str | None = None  # hash of the conversation up to and including this reply
 
 
 class ReportState(enum.StrEnum):
@@ -204,20 +210,34 @@ class Selection:
     next_deadline_at: float | None = None  # when to look again though no report arrives
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens [start, end) of a sequence were sampled in one receipt's completion."""
+
+    receipt_id: str
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One training sequence: what was sampled, under which policy, and what it was worth."""
+    """One training sequence: what was sampled, under which policy, and what it was worth.
+
+    A report over a chain or a tree of turns gives one for each branch and temperature; a turn that branches share
+    trains in the first of them. Everything else in `tokens` is context. See `ledger/trajectories.py`.
+    """
 
     report_id: str
-    receipt_id: str
+    receipt_id: str  # the last turn of the sequence
     group: str
     reward: float
     tokens: Ids  # [T] prompt and sampled tokens
-    mask: Bools  # [T] True on sampled tokens (those the loss sees)
+    mask: Bools  # [T] True on the sampled tokens of `turns` (those the loss sees)
     logprobs: Floats  # [T] the engine's log-probabilities at `temperature`; 0 where mask is False
     temperature: float
     trains: bool = True
-    truncated: bool = False
+    truncated: bool = False  # length cut the last turn, or the report says so
+    turns: tuple[Turn, ...] = ()  # those that train in this sequence, in the order of their tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,4 +337,4 @@ class Release:
     reason: str | None = None  # of the state
     state_at: float | None = None  # when the state last changed; None: it is as it was made
     replay_diverged: bool = False  # made again from the ledger, it came out different
-    num_deleted: int = 0  # samples it was trained on whose receipts were deleted since
+    num_deleted: int = 0  # receipts it was trained on that were deleted since

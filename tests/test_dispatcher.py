@@ -429,6 +429,29 @@ def test_a_damaged_receipt_costs_its_own_report_and_no_other(house: House) -> No
     asyncio.run(live())
 
 
+def test_turns_that_cannot_be_laid_out_cost_the_reports_that_reference_them_and_no_others(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        await house.ledger.write(scenarios.set_mode, SCENARIO, "manual")
+        house.run()
+        names = await house.grade((0.0, 1.0))
+        with contextlib.closing(sqlite3.connect(house.config.reef.run_dir / "ledger.db")) as connection, connection:
+            connection.execute("INSERT INTO report_receipts VALUES (?, 1, ?)", (names[0], names[1]))
+            connection.execute("UPDATE requests SET sampling = '{' WHERE id = ?", (f"req-{names[1]}",))
+        house.dispatcher.update_now()
+        await house.until(lambda: house.dispatcher.progress.error is not None)
+        await house.waits()
+        assert {await house.state(name) for name in names} == {("dropped", "damaged")}
+        later = await house.grade((0.0, 1.0))
+        house.dispatcher.update_now()
+        await house.until(lambda: house.trainer.num_steps == 1)
+        await house.waits()
+        await house.trained_once(later)
+        await house.stop()
+
+    asyncio.run(live())
+
+
 def test_a_batch_that_other_workers_take_again_is_replayed_by_workers_like_them(house: House) -> None:
     async def live() -> None:
         await house.open()

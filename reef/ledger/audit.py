@@ -158,24 +158,33 @@ def _batches(connection: Connection) -> Iterator[Finding]:
         .order_by(batches.c.id)
     )
     for rows in _pages(connection, query, batches.c.id):
-        samples = select(*batch_samples.c["batch_id", "position"]).order_by(
+        samples = select(*batch_samples.c["batch_id", "position", "sample", "report_id"]).order_by(
             batch_samples.c.batch_id, batch_samples.c.position
         )
-        positions = _by_first(connection, samples.where(batch_samples.c.batch_id.between(rows[0].id, rows[-1].id)))
+        members = _by_first(connection, samples.where(batch_samples.c.batch_id.between(rows[0].id, rows[-1].id)))
         for row in rows:
-            if (fault := _batch_fault(row, [sample.position for sample in positions.get(row.id, ())])) is not None:
+            if (fault := _batch_fault(row, members.get(row.id, []))) is not None:
                 yield Finding("batch", row.id, fault)
 
 
-def _batch_fault(row: Row[Any], positions: list[int]) -> str | None:
+def _batch_fault(row: Row[Any], members: list[Row[Any]]) -> str | None:
+    """`members`: its rows of `batch_samples`, in order."""
     if row.state not in ("reserved", "committed", "failed", "aborted"):
         return f"its state {row.state} is not one"
-    if not positions or positions != list(range(len(positions))):
-        return f"the positions of its {len(positions)} samples are not 0, 1, ..."
+    if not members or [member.position for member in members] != list(range(len(members))):
+        return f"the positions of its {len(members)} samples are not 0, 1, ..."
+    reports_of: dict[int, set[str]] = {}
+    for member in members:
+        number = member.position if member.sample is None else member.sample
+        reports_of.setdefault(number, set()).add(member.report_id)
+    if list(reports_of) != list(range(len(reports_of))):
+        return f"its sequences are {', '.join(map(str, list(reports_of)[:9]))}, expected 0, 1, ..."
+    if mixed := [number for number, named in reports_of.items() if len(named) > 1]:
+        return f"its sequence {mixed[0]} is of several reports: {', '.join(sorted(reports_of[mixed[0]]))}"
     try:
         from_json(row.settings)
-        if sorted(position for group in from_json(row.microbatches) for position in group) != positions:
-            return f"its microbatches do not hold each of its {len(positions)} samples once"
+        if sorted(number for group in from_json(row.microbatches) for number in group) != list(reports_of):
+            return f"its microbatches do not hold each of its {len(reports_of)} sequences once"
     except UNREADABLE as error:
         return f"its settings or microbatches cannot be read: {error}"
     if row.state == "committed" and (row.release_id is None or row.made_from != row.id):
@@ -272,7 +281,7 @@ def _receipts(connection: Connection, progress: Callable[[str], None]) -> Iterat
     parent, parent_request = receipts.alias(), requests.alias()
     query = (
         select(
-            *receipts.c["seq", "id", "num_tokens", "spans", "inexact_reason", "claimed_by"],
+            *receipts.c["seq", "id", "num_tokens", "spans", "inexact_reason", "claimed_by", "turn_key"],
             *requests.c["parent", "prompt_length", "prompt_digest", "deleted_at"],
             (func.length(requests.c.prompt_ids) + func.length(requests.c.body)).label("request_bytes"),
             func.length(receipts.c.output_ids).label("id_bytes"),
@@ -328,7 +337,9 @@ def _receipt_fault(row: Row[Any], known: set[str]) -> str | None:
         return f"it continues {row.parent}, which is not older"
     if row.deleted_at is not None:
         left = row.id_bytes + row.logprob_bytes + row.request_bytes
-        return f"it was deleted, and {left} bytes of its content are there" if left else None
+        if left:
+            return f"it was deleted, and {left} bytes of its content are there"
+        return None if row.turn_key is None else "it was deleted, and the hash of its conversation is there"
     if row.parent_deleted_at is not None:
         return f"it continues {row.parent}, which was deleted"
     if not row.id_bytes == row.logprob_bytes == 4 * row.num_tokens:

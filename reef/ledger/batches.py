@@ -8,17 +8,18 @@ reserve -> [step] -> commit           the release, the batch and its reports cha
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from reef.errors import ConflictError, GoneError, LedgerError, NotFoundError
 from reef.faults import reach
 from reef.ledger import releases as release_rows
 from reef.ledger import reports as report_rows
+from reef.ledger.ancestors import PAGE
 from reef.ledger.codec import from_json, to_json
 from reef.ledger.receipts import get_many
 from reef.ledger.schema import batch_samples, batches, receipts, report_receipts, reports, requests
-from reef.types import Batch, Receipt, Release, ReleaseState, ReportState, Sample, Selection
+from reef.ledger.trajectories import plan, sample
+from reef.types import Batch, Release, ReleaseState, ReportState, Selection
 
 MAX_ATTEMPTS = 2
 Split = Callable[[Sequence[int]], tuple[tuple[int, ...], ...]]
@@ -36,10 +37,13 @@ def reserve(
 ) -> str:
     """Store a batch with its exact order, before anything trains on it. `split` maps lengths to microbatches.
 
+    What its reports reference becomes sequences by the rules of `trajectories.py`; lengths are theirs.
+
     Returns its id.
 
     Raises:
         ConflictError: a batch is reserved already, or a picked report is no longer pending.
+        DamagedError: the receipts of a report continue one another in a circle, or their sampling cannot be read.
     """
     if (other := reserved(connection, scenario)) is not None:
         raise ConflictError(f"batch {other} of {scenario} is reserved already")
@@ -67,21 +71,18 @@ def reserve(
     )
     if taken.rowcount != len(picked):
         raise ConflictError(f"{len(picked) - taken.rowcount} reports of batch {batch_id} are no longer pending")
-    connection.execute(insert(batch_samples), _sample_rows(connection, batch_id, selection))
-    lengths = connection.scalars(
-        select(requests.c.prompt_length + receipts.c.num_tokens)
-        .select_from(batch_samples)
-        .join(receipts, receipts.c.id == batch_samples.c.receipt_id)
-        .join(requests, requests.c.id == receipts.c.request_id)
-        .where(batch_samples.c.batch_id == batch_id)
-        .order_by(batch_samples.c.position)
-    ).all()
-    connection.execute(update(batches).where(batches.c.id == batch_id).values(microbatches=to_json(split(lengths))))
+    rows, last_turns = _sample_rows(connection, batch_id, selection)
+    connection.execute(insert(batch_samples), rows)
+    microbatches = to_json(split(_lengths(connection, last_turns)))
+    connection.execute(update(batches).where(batches.c.id == batch_id).values(microbatches=microbatches))
     return batch_id
 
 
-def _sample_rows(connection: Connection, batch_id: str, selection: Selection) -> list[dict[str, Any]]:
-    """One row per receipt of each picked report, in the order of the picks."""
+def _sample_rows(connection: Connection, batch_id: str, selection: Selection) -> tuple[list[dict[str, Any]], list[str]]:
+    """One row per receipt of each picked report, in the order of the picks, and the last turn of each sequence.
+
+    Within a report: by sequence, the oldest turn first.
+    """
     picked = [pick.report_id for pick in selection.picks]
     query = (
         select(report_receipts.c.report_id, report_receipts.c.receipt_id, reports.c.score)
@@ -89,24 +90,43 @@ def _sample_rows(connection: Connection, batch_id: str, selection: Selection) ->
         .where(report_receipts.c.report_id.in_(picked))
         .order_by(report_receipts.c.report_id, report_receipts.c.position)
     )
-    by_report: dict[str, list[Any]] = {}
+    references: dict[str, list[str]] = {}
+    rewards: dict[str, float] = {}
     for row in connection.execute(query):
-        by_report.setdefault(row.report_id, []).append(row)
+        references.setdefault(row.report_id, []).append(row.receipt_id)
+        rewards[row.report_id] = row.score
+    sequences = plan(connection, references)
     rows: list[dict[str, Any]] = []
+    last_turns: list[str] = []
     for pick in selection.picks:
-        for row in by_report[pick.report_id]:
-            rows.append(
+        for turns in sequences[pick.report_id]:
+            rows += [
                 {
                     "batch_id": batch_id,
-                    "position": len(rows),
+                    "position": position,
                     "report_id": pick.report_id,
-                    "receipt_id": row.receipt_id,
+                    "receipt_id": receipt_id,
                     "group_key": pick.group,
-                    "reward": row.score,
+                    "reward": rewards[pick.report_id],
                     "trains": pick.trains,
+                    "sample": len(last_turns),
                 }
-            )
-    return rows
+                for position, receipt_id in enumerate(turns, start=len(rows))
+            ]
+            last_turns.append(turns[-1])
+    return rows, last_turns
+
+
+def _lengths(connection: Connection, receipt_ids: Sequence[str]) -> list[int]:
+    """Tokens of each of these receipts, its whole prompt included."""
+    query = select(receipts.c.id, requests.c.prompt_length + receipts.c.num_tokens).join(
+        requests, requests.c.id == receipts.c.request_id
+    )
+    found: dict[str, int] = {}
+    for start in range(0, len(receipt_ids), PAGE):
+        page = receipt_ids[start : start + PAGE]
+        found.update(tuple(row) for row in connection.execute(query.where(receipts.c.id.in_(page))))
+    return [found[receipt_id] for receipt_id in receipt_ids]
 
 
 def load(connection: Connection, batch_id: str) -> Batch:
@@ -115,6 +135,7 @@ def load(connection: Connection, batch_id: str) -> Batch:
     Raises:
         NotFoundError: there is no such batch.
         GoneError: receipts of it were deleted.
+        DamagedError: one of them is not as it was recorded.
     """
     row = connection.execute(select(batches).where(batches.c.id == batch_id)).first()
     if row is None:
@@ -123,14 +144,16 @@ def load(connection: Connection, batch_id: str) -> Batch:
     members = connection.execute(query).all()
     _refuse_deleted(connection, batch_id, len(members))
     found = get_many(connection, [member.receipt_id for member in members])
-    bodies = _truncated(connection, batch_id)
+    truncated = _truncated(connection, batch_id)
     return Batch(
         id=row.id,
         scenario=row.scenario,
         number=row.number,
         attempt=row.attempt,
         base_release=row.base_release,
-        samples=tuple(_sample(member, found[member.receipt_id], bodies) for member in members),
+        samples=tuple(
+            sample(rows, found, truncated.get(rows[0].report_id, False)) for rows in _by_sequence(batch_id, members)
+        ),
         microbatches=tuple(tuple(positions) for positions in from_json(row.microbatches)),
         settings=from_json(row.settings),
     )
@@ -154,26 +177,14 @@ def _truncated(connection: Connection, batch_id: str) -> dict[str, bool]:
     return {row.id: bool(from_json(row.body).get("truncated")) for row in rows}
 
 
-def _sample(member: Any, receipt: Receipt, truncated: Mapping[str, bool]) -> Sample:
-    generation = receipt.generation
-    num_prompt = len(receipt.prompt_ids)
-    tokens = np.concatenate([receipt.prompt_ids, generation.output_ids])
-    mask = np.zeros(len(tokens), dtype=np.bool_)
-    mask[num_prompt:] = True
-    logprobs = np.zeros(len(tokens), dtype=np.float32)
-    logprobs[num_prompt:] = generation.logprobs
-    return Sample(
-        report_id=member.report_id,
-        receipt_id=member.receipt_id,
-        group=member.group_key,
-        reward=member.reward,
-        tokens=tokens,
-        mask=mask,
-        logprobs=logprobs,
-        temperature=receipt.sampling.temperature,
-        trains=member.trains,
-        truncated=truncated.get(member.report_id, False) or generation.finish_reason == "length",
-    )
+def _by_sequence(batch_id: str, rows: Sequence[Row[Any]]) -> list[list[Row[Any]]]:
+    """The rows of each sequence. Before version 3 of the schema each row was one."""
+    found: dict[int, list[Row[Any]]] = {}
+    for row in rows:
+        found.setdefault(row.position if row.sample is None else row.sample, []).append(row)
+    if list(found) != list(range(len(found))):
+        raise LedgerError(f"batch {batch_id} holds sequences {list(found)[:9]}, expected 0, 1, ...", code="damaged")
+    return list(found.values())
 
 
 def reserved(connection: Connection, scenario: str) -> str | None:

@@ -232,7 +232,9 @@ def _strip(connection: Connection, page: Sequence[str], now: float) -> Deleted:
     left = [{"request": row.id, "left": _without_stops(row.sampling), "now": now} for row in asked]
     connection.execute(_STRIP_REQUEST, left)
     connection.execute(
-        update(receipts).where(receipts.c.request_id.in_(page)).values(output_ids=b"", logprobs=b"", matched=None)
+        update(receipts)
+        .where(receipts.c.request_id.in_(page))
+        .values(output_ids=b"", logprobs=b"", matched=None, turn_key=None)
     )
     if connection.dialect.name == "sqlite":
         for statement in _GIVE_BACK:
@@ -241,7 +243,11 @@ def _strip(connection: Connection, page: Sequence[str], now: float) -> Deleted:
 
 
 def _without_stops(sampling: str) -> str:
-    kept = {name: value for name, value in from_json(sampling).items() if name not in ("stop", "stop_token_ids")}
+    kept = {
+        name: value
+        for name, value in from_json(sampling).items()
+        if name not in ("stop", "stop_token_ids", "json_schema")
+    }
     return to_json(kept)
 
 

@@ -1,6 +1,8 @@
 """The ledger: what the services on it remember, and which of them owns it.
 
-    ledger.write(receipts.record, receipt)       durable when it returns; any service
+    ledger.write(reports.accept, report)         durable when it returns; any service
+    ledger.write_together(receipts.record_all, completion)
+                                                 the same, with what others write beside it in one call
     ledger.write_owned(batches.commit, ...)      durable too; refused where this service is not the owner
     ledger.read(releases.chain, "arithmetic")    a snapshot, never blocks a write
 
@@ -12,7 +14,7 @@ import asyncio
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +33,7 @@ from reef.ledger.writer import Writer
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class RunLock:
@@ -125,8 +128,8 @@ class Ledger:
     async def write(self, op: Callable[Concatenate[Connection, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `op(connection, *args)` in a group-committed transaction; durable when this returns.
 
-        `op` may run more than once, and only the run that is committed counts: on PostgreSQL where an op of its group
-        raises, or another service has stored a row of the same key meanwhile.
+        `op` may run more than once, and only the run that is committed counts: where an op of its group raises, or
+        another service has stored a row of the same key meanwhile.
 
         Raises:
             UnavailableError: too many writes wait, or the database is locked, full or gone.
@@ -135,6 +138,13 @@ class Ledger:
         """
         epoch = None if self.shared else self.lease.epoch
         return await self._writer.write(lambda connection: op(connection, *args, **kwargs), epoch)
+
+    async def write_together(self, op: Callable[[Connection, Sequence[Item]], None], item: Item, /) -> None:
+        """`write` of `op(connection, items)`, which stores many items at once: those that wait beside this one too.
+
+        Raises what `write` raises, and what `op` raises for this item alone.
+        """
+        await self._writer.write_together(op, item, None if self.shared else self.lease.epoch)
 
     async def write_owned(self, op: Callable[Concatenate[Connection, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """`write`, for what only the owner may write: that this service still is it is checked with the commit.

@@ -42,7 +42,20 @@ def _rollback_gate_deletion(connection: Connection) -> None:
     leases.create(connection)
 
 
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_rollback_gate_deletion,)  # from version 1, 2, ...
+def _turns(connection: Connection) -> None:
+    """Version 3: how a turn was found to continue another, keys to find it by, sequences of several turns."""
+    statements = (
+        "ALTER TABLE requests ADD COLUMN continued_by TEXT",
+        "ALTER TABLE receipts ADD COLUMN turn_key VARCHAR",
+        "ALTER TABLE batch_samples ADD COLUMN sample INTEGER",
+        "CREATE INDEX receipts_turn_key ON receipts (turn_key, seq) WHERE turn_key IS NOT NULL",
+    )
+    for statement in statements:
+        connection.execute(text(statement))
+
+
+# From version 1, 2, ...
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_rollback_gate_deletion, _turns)
 NEWEST = len(MIGRATIONS) + 1
 
 

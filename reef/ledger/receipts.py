@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Connection, Row, insert, select
-from sqlalchemy.exc import NoResultFound
+from sqlalchemy import Connection, Row, bindparam, select
 
 from reef.errors import ConflictError, DamagedError, GoneError, LedgerError, NotFoundError
+from reef.ledger.ancestors import whole_prompts
 from reef.ledger.codec import (
     BROKEN_BODY,
     digest,
@@ -21,14 +21,19 @@ from reef.ledger.codec import (
     unpack_floats,
     unpack_ids,
 )
+from reef.ledger.rows import insert_rows
 from reef.ledger.schema import receipts, requests
 from reef.types import FinishReason, Generation, Ids, Receipt, Request, Sampling, Span
 
-UNREADABLE = (ValueError, TypeError, NoResultFound)  # what reading a value raises that nobody wrote
+UNREADABLE = (ValueError, TypeError)  # what reading a value raises that nobody wrote
 _NEUTRAL = Sampling(max_tokens=0)
 # Built once: making a statement costs more than running it.
-_INSERT_REQUEST = insert(requests)
-_INSERT_RECEIPT = insert(receipts)
+_FIND_WHOLE = (
+    select(receipts, *(column for column in requests.c if column.name not in ("id", "created_at", "body")))
+    .join(requests, requests.c.id == receipts.c.request_id)
+    .where(receipts.c.id.in_(bindparam("ids", expanding=True)))
+)
+Completion = tuple[Request, Sequence[Receipt]]  # a request, and a receipt for each of its choices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class Skeleton:
     purpose: str
     session: str | None
     parent: str | None
+    continued_by: str | None  # how the parent was found
     num_prompt_tokens: int
     num_tokens: int  # sampled
     spans: tuple[Span, ...]
@@ -57,7 +63,15 @@ class Skeleton:
     digest: str
 
 
-def make(request: Request, choice: int, generation: Generation, engine_build: str, id: str, now: float) -> Receipt:
+def make(
+    request: Request,
+    choice: int,
+    generation: Generation,
+    engine_build: str,
+    id: str,
+    now: float,
+    turn_key: str | None = None,
+) -> Receipt:
     """The receipt of one choice, with the digest over all of it."""
     reason = request.sampling.inexact_reason()
     if not np.isfinite(generation.logprobs).all():
@@ -80,6 +94,8 @@ def make(request: Request, choice: int, generation: Generation, engine_build: st
         created_at=now,
         inexact_reason=reason,
         digest="",
+        continued_by=request.continued_by,
+        turn_key=turn_key,
     )
     return dataclasses.replace(receipt, digest=compute_digest(receipt))
 
@@ -106,6 +122,8 @@ def compute_digest(receipt: Receipt) -> str:
         "created_at": receipt.created_at,
         "inexact": receipt.inexact_reason,
     }
+    later = {"continued_by": receipt.continued_by, "turn_key": receipt.turn_key}  # older receipts have neither
+    made_of |= {name: value for name, value in later.items() if value is not None}
     arrays = (receipt.prompt_ids, receipt.generation.output_ids)
     blobs = (*(pack_ids(array) for array in arrays), pack_floats(receipt.generation.logprobs))
     return digest(to_json(made_of), *blobs)
@@ -119,9 +137,17 @@ def record(connection: Connection, request: Request, made: Sequence[Receipt]) ->
         GoneError: the receipt that it continues was deleted.
         ConflictError: the prompt does not begin with that receipt's ids.
     """
-    prefix = _prefix_length(connection, request)
-    connection.execute(_INSERT_REQUEST, _request_row(request, prefix, made[0].engine_build))
-    connection.execute(_INSERT_RECEIPT, [_receipt_row(receipt) for receipt in made])
+    record_all(connection, [(request, made)])
+
+
+def record_all(connection: Connection, completions: Sequence[Completion]) -> None:
+    """Store completions, none of which continues another of them; for `Ledger.write_together`. Raises as `record`."""
+    asked = [
+        _request_row(request, _prefix_length(connection, request), made[0].engine_build)
+        for request, made in completions
+    ]
+    insert_rows(connection, requests, asked)
+    insert_rows(connection, receipts, [_receipt_row(receipt) for _, made in completions for receipt in made])
 
 
 def _request_row(request: Request, prefix: int, engine_build: str) -> dict[str, object]:
@@ -132,6 +158,7 @@ def _request_row(request: Request, prefix: int, engine_build: str) -> dict[str, 
         "purpose": request.purpose,
         "api": request.api,
         "parent": request.parent,
+        "continued_by": request.continued_by,
         "prompt_ids": pack_ids(request.prompt_ids[prefix:]),
         "prompt_length": len(request.prompt_ids),
         "prompt_digest": digest(pack_ids(request.prompt_ids)),
@@ -161,6 +188,7 @@ def _receipt_row(receipt: Receipt) -> dict[str, object]:
         "inexact_reason": receipt.inexact_reason,
         "digest": receipt.digest,
         "created_at": receipt.created_at,
+        "turn_key": receipt.turn_key,
     }
 
 
@@ -189,14 +217,13 @@ def get_many(connection: Connection, receipt_ids: Iterable[str]) -> dict[str, Re
 def read_many(connection: Connection, receipt_ids: Iterable[str]) -> dict[str, Receipt]:
     """`get_many` without looking at the digests; what cannot be read raises one of UNREADABLE."""
     wanted = list(dict.fromkeys(receipt_ids))
-    columns = [column for column in requests.c if column.name not in ("id", "created_at", "body")]
-    query = select(receipts, *columns).join(requests, requests.c.id == receipts.c.request_id)
     found: dict[str, Receipt] = {}
     for start in range(0, len(wanted), 500):
-        for row in connection.execute(query.where(receipts.c.id.in_(wanted[start : start + 500]))):
-            if row.deleted_at is not None:
-                raise _gone(row.id)
-            found[row.id] = _from_row(connection, row)
+        rows = connection.execute(_FIND_WHOLE, {"ids": wanted[start : start + 500]}).all()
+        if deleted := [row.id for row in rows if row.deleted_at is not None]:
+            raise _gone(deleted[0])
+        prompts = whole_prompts(connection, rows)
+        found.update((row.id, _from_row(row, prompts[row.request_id])) for row in rows)
     for receipt_id in wanted:
         if receipt_id not in found:
             raise _unknown(receipt_id)
@@ -210,13 +237,13 @@ def _read_or_blame(connection: Connection, receipt_id: str) -> Receipt:
         raise DamagedError(receipt_id, str(error)) from error
 
 
-def _from_row(connection: Connection, row: Row[Any]) -> Receipt:
+def _from_row(row: Row[Any], prompt_ids: Ids) -> Receipt:
     return Receipt(
         id=row.id,
         request_id=row.request_id,
         scenario=row.scenario,
         choice=row.choice,
-        prompt_ids=_whole_prompt(connection, row.parent, row.prompt_ids),
+        prompt_ids=prompt_ids,
         generation=Generation(
             output_ids=unpack_ids(row.output_ids),
             logprobs=unpack_floats(row.logprobs),
@@ -225,7 +252,7 @@ def _from_row(connection: Connection, row: Row[Any]) -> Receipt:
             matched=None if row.matched is None else from_json(row.matched),
             reproducible=row.reproducible,
         ),
-        sampling=_sampling_from_json(row.sampling),
+        sampling=sampling_from_json(row.sampling),
         purpose=row.purpose,
         session=row.session,
         parent=row.parent,
@@ -236,6 +263,8 @@ def _from_row(connection: Connection, row: Row[Any]) -> Receipt:
         created_at=row.created_at,
         inexact_reason=row.inexact_reason,
         digest=row.digest,
+        continued_by=row.continued_by,
+        turn_key=row.turn_key,
     )
 
 
@@ -255,11 +284,12 @@ def skeleton(connection: Connection, receipt_id: str) -> Skeleton:
         purpose=row.purpose,
         session=row.session,
         parent=row.parent,
+        continued_by=row.continued_by,
         num_prompt_tokens=row.prompt_length,
         num_tokens=row.num_tokens,
         spans=tuple(Span(*span) for span in from_json(row.spans)),
         finish_reason=row.finish_reason,
-        sampling=_sampling_from_json(row.sampling),
+        sampling=sampling_from_json(row.sampling),
         inexact_reason=row.inexact_reason,
         reproducible=row.reproducible,
         template_digest=row.template_digest,
@@ -285,20 +315,6 @@ def body_of(connection: Connection, request_id: str) -> bytes:
         raise LedgerError(what, code="receipt_damaged") from error
 
 
-def _whole_prompt(connection: Connection, parent: str | None, added: bytes) -> Ids:
-    """The ids of every turn before this one, then what this request added. Walks the parents, newest first."""
-    pieces = [unpack_ids(added)]
-    while parent is not None:
-        row = connection.execute(
-            select(receipts.c.output_ids, requests.c.prompt_ids, requests.c.parent)
-            .join(requests, requests.c.id == receipts.c.request_id)
-            .where(receipts.c.id == parent)
-        ).one()
-        pieces += [unpack_ids(row.output_ids), unpack_ids(row.prompt_ids)]
-        parent = row.parent
-    return np.concatenate(pieces[::-1])
-
-
 def _prefix_length(connection: Connection, request: Request) -> int:
     if request.parent is None:
         return 0
@@ -320,7 +336,10 @@ def _prefix_length(connection: Connection, request: Request) -> int:
 
 def _values(sampling: Sampling) -> dict[str, object]:
     """Every field by name; `dataclasses.asdict` copies each value, and takes as long as the rest of a digest."""
-    return {name: getattr(sampling, name) for name in Sampling.__slots__}
+    values = {name: getattr(sampling, name) for name in Sampling.__slots__}
+    if sampling.json_schema is None:  # as in the digests of receipts from before there was one
+        del values["json_schema"]
+    return values
 
 
 def _spans_to_rows(spans: Sequence[Span]) -> list[list[int | str]]:
@@ -332,12 +351,13 @@ def _sampling_to_json(sampling: Sampling) -> str:
     return to_json({key: value for key, value in _values(sampling).items() if value != getattr(_NEUTRAL, key)})
 
 
-def _sampling_from_json(text: str) -> Sampling:
-    values = from_json(text)
+def sampling_from_json(text: str) -> Sampling:
+    """A request's sampling as it is stored. Raises one of UNREADABLE where it is not one."""
+    changed = from_json(text)
     for name in ("stop", "stop_token_ids"):
-        if name in values:
-            values[name] = tuple(values[name])
-    return dataclasses.replace(_NEUTRAL, **values)
+        if name in changed:
+            changed[name] = tuple(changed[name])
+    return dataclasses.replace(_NEUTRAL, **changed)
 
 
 def _unknown(receipt_id: str) -> NotFoundError:

@@ -232,7 +232,7 @@ def forget_weights(connection: Connection, release_ids: Iterable[str]) -> None:
 
 
 def lineage(connection: Connection, scenario: str, release_id: str) -> dict[str, Any]:
-    """The batch that made a release: its samples in their order, with reports, receipts and rewards."""
+    """The batch that made a release: its receipts in their order, with reports, rewards and the sequences they form."""
     release = get(connection, scenario, release_id)
     query = select(batch_samples).where(batch_samples.c.batch_id == release.batch_id).order_by(batch_samples.c.position)
     samples = [
@@ -243,6 +243,7 @@ def lineage(connection: Connection, scenario: str, release_id: str) -> dict[str,
             "group": row.group_key,
             "reward": row.reward,
             "trained": row.trains,
+            "sample": row.position if row.sample is None else row.sample,
         }
         for row in connection.execute(query)
     ]

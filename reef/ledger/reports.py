@@ -6,6 +6,11 @@
              `-> dropped (aborted, inexact, empty, deleted)
 
 The first scored report of a receipt claims it; a later one is kept and never trained.
+
+A report over several turns (see `trajectories.py`) is one: it is dropped whole where a turn that it references was
+aborted or is inexact, since what is left would be graded for what it did not do alone. Turns that are context may be
+either, so a client that minds leaves such turns out of `references`. The members of a group answer one prompt: that of
+their first references, or that with which the conversations of these began.
 """
 
 import dataclasses
@@ -16,6 +21,7 @@ from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
 from reef.errors import BadRequestError, ConflictError, NotFoundError
 from reef.ledger import releases as release_rows
+from reef.ledger.ancestors import parents_of
 from reef.ledger.codec import digest, from_json, to_json
 from reef.ledger.database import OvertakenError, lock
 from reef.ledger.schema import batches, receipts, releases, report_receipts, reports, requests
@@ -345,12 +351,27 @@ def _refuse_mixed_prompts(connection: Connection, report: Report, key: str | Non
     if other is None:
         lock(connection, f"{report.scenario}/{key}")  # another service may take its first member at this moment
         other = connection.execute(_FIND_MEMBER, member).first()
-    if other is not None and other.prompt_digest != prompt:
+    if other is None or other.prompt_digest == prompt:
+        return
+    theirs = references_of(connection, other.id)
+    if not _begin_alike(connection, report.references[0], theirs[0]):
         raise BadRequestError(
             f"group {report.group}: its members answer one prompt, and report {other.id} of it answers another",
             param="group",
             code="mixed_group",
         )
+
+
+def _begin_alike(connection: Connection, *receipt_ids: str) -> bool:
+    """Whether the conversations that these receipts continue all began with one prompt."""
+    parents = parents_of(connection, receipt_ids)
+    first = []
+    for turn in receipt_ids:
+        while (parent := parents.get(turn)) is not None:
+            turn = parent
+        first.append(turn)
+    query = select(requests.c.prompt_digest).join(receipts, receipts.c.request_id == requests.c.id)
+    return len(set(connection.scalars(query.where(receipts.c.id.in_(first))))) == 1
 
 
 def _waiting(connection: Connection, row: Row[Any], group_size: int) -> tuple[str, str | None]:

@@ -48,6 +48,7 @@ requests = Table(
     Column("purpose", String, nullable=False),
     Column("api", String, nullable=False),
     Column("parent", String),  # the receipt whose ids come first
+    Column("continued_by", Text),  # how it was found: explicit | response | session | messages
     Column("prompt_ids", LargeBinary, nullable=False),  # what was added to the parent's ids
     Column("prompt_length", Integer, nullable=False),  # tokens of the whole prompt
     Column("prompt_digest", String, nullable=False),
@@ -92,6 +93,14 @@ receipts = Table(
     Column("digest", String, nullable=False),
     Column("claimed_by", String),  # the report that trains it
     Column("created_at", Float, nullable=False),
+    Column("turn_key", String),  # hash of the conversation up to and including this reply
+    Index(
+        "receipts_turn_key",
+        "turn_key",
+        "seq",
+        sqlite_where=text("turn_key IS NOT NULL"),
+        postgresql_where=text("turn_key IS NOT NULL"),
+    ),
 )
 
 reports = Table(
@@ -161,6 +170,7 @@ batch_samples = Table(
     Column("group_key", String, nullable=False),
     Column("reward", Float, nullable=False),
     Column("trains", Boolean, nullable=False),
+    Column("sample", Integer),  # rows of one number form one sequence; NULL (before version 3): each row its own
     Index("batch_samples_report", "report_id"),
 )
 

@@ -2,18 +2,19 @@
 
     write(op) -> queue -> [BEGIN; op; op; ...; COMMIT + fsync] -> results
 
-A caller gets its result only after the commit that holds it is durable. An op that raises undoes itself alone
-(each runs in a savepoint); a commit that fails fails all of its ops, and nothing of them is stored. A savepoint costs
-two round trips to a server, so PostgreSQL's ops run without them first: where one raises, the transaction is undone
-and they run again. One that waits for another service's locks waits alone, holding none that the other may need. So
-an op must do nothing but read and write its connection.
+A caller gets its result only after the commit that holds it is durable. An op that raises undoes itself alone; a
+commit that fails fails all of its ops, and nothing of them is stored. A savepoint for each op costs two statements, so
+they run without first: where one raises, the transaction is undone and they run again, each in a savepoint. Writes of
+one kind that wait one after another (`write_together`) share one call. One that waits for another service's locks waits
+alone, holding none that the other may need. So an op must do nothing but read and write its connection.
 """
 
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, select
@@ -24,6 +25,7 @@ from reef.ledger.database import OvertakenError, is_about_the_database, is_conte
 from reef.ledger.schema import meta
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 MAX_GROUP = 256  # ops in one transaction: bounds how long the first of them waits
 MAX_LOOKS = 3  # runs of an op in which another service is first to store a row of the same key
 
@@ -34,6 +36,8 @@ class _Write:
     future: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
     epoch: int | None  # the ownership that it needs; None: any service may write it
+    together: Callable[[Connection, Sequence[Any]], None] | None = None  # does the work of `op` for many items
+    item: Any = None
     result: Any = None
     error: BaseException | None = None
     contended: bool = False  # another service's transaction was in its way
@@ -60,18 +64,29 @@ class Writer:
             OwnershipLostError: the ledger's epoch is not `epoch`.
             ReefError: whatever `op` raised; nothing of it was stored.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        result: T = await self._wait(_Write(op, *_here(), epoch))
+        return result
+
+    async def write_together(
+        self, op: Callable[[Connection, Sequence[Item]], None], item: Item, epoch: int | None
+    ) -> None:
+        """`write` of `op(connection, items)`, `item` among them: with those of the writes beside it.
+
+        It raises what `write` raises, for this item alone.
+        """
+        await self._wait(_Write(lambda connection: op(connection, [item]), *_here(), epoch, op, item))
+
+    async def _wait(self, write: _Write) -> Any:
         if self._closed:
             raise UnavailableError("the ledger is closed: the service is stopping", retry_after_s=1)
         try:
-            self._queue.put_nowait(_Write(op, future, loop, epoch))
+            self._queue.put_nowait(write)
         except queue.Full:
             raise UnavailableError(
                 f"{self._queue.maxsize} writes are waiting for the ledger already", retry_after_s=1
             ) from None
         # Shielded: a caller that goes away does not undo a write that others may already depend on.
-        return await asyncio.shield(future)
+        return await asyncio.shield(write.future)
 
     def close(self) -> None:
         """Commit what waits, then end the thread."""
@@ -89,7 +104,7 @@ class Writer:
                     last = True
                     break
                 group.append(item)
-            self._commit(group, savepoints=self._engine.dialect.name == "sqlite")
+            self._commit(group, savepoints=False)
             _deliver(group)
             if last:
                 return
@@ -99,10 +114,13 @@ class Writer:
             with self._engine.begin() as connection:
                 if alone:
                     wait_longer(connection)
-                apply = _apply if savepoints else _apply_bare
                 owner = _owner(connection) if any(write.epoch is not None for write in group) else None
-                for write in group:
-                    apply(connection, write, owner)
+                if savepoints:
+                    for write in group:
+                        _apply(connection, write, owner)
+                else:
+                    for writes in _runs(group):
+                        _apply_bare(connection, writes, owner)
             self.error = None
         except _OpFailedError:
             self._commit(group, savepoints=True)
@@ -118,22 +136,40 @@ class Writer:
                 self._commit([write], savepoints=True, alone=True)
 
 
+def _here() -> tuple[asyncio.Future[Any], asyncio.AbstractEventLoop]:
+    loop = asyncio.get_running_loop()
+    return loop.create_future(), loop
+
+
+# Built once: making a statement costs more than running it.
+_OWNER = select(meta.c.value).where(meta.c.key == "epoch").with_for_update(read=True)
+
+
 def _owner(connection: Connection) -> int:
     """The epoch of the ledger's owner. Nobody else becomes the owner before this transaction has ended."""
-    query = select(meta.c.value).where(meta.c.key == "epoch").with_for_update(read=True)
-    return int(connection.execute(query).scalar_one())
+    return int(connection.execute(_OWNER).scalar_one())
+
+
+def _runs(group: list[_Write]) -> Iterator[list[_Write]]:
+    """The writes in their order, neighbours that one call can do together."""
+    for _, writes in groupby(group, key=lambda write: (write.together or write, write.epoch)):
+        yield list(writes)
 
 
 class _OpFailedError(Exception):
     """An op without a savepoint has failed: its transaction begins again with them."""
 
 
-def _apply_bare(connection: Connection, write: _Write, owner: int | None) -> None:
-    if write.epoch is not None and write.epoch != owner:
+def _apply_bare(connection: Connection, writes: list[_Write], owner: int | None) -> None:
+    first = writes[0]
+    if first.epoch is not None and first.epoch != owner:
         raise _OpFailedError
     transaction = connection.get_transaction()
     try:
-        write.result = write.op(connection)
+        if first.together is not None:
+            first.together(connection, [write.item for write in writes])
+        else:
+            first.result = first.op(connection)
     except Exception as error:
         if isinstance(error, DBAPIError) and is_about_the_database(error):
             raise

@@ -117,14 +117,15 @@ class Grpo:
         """Over rollouts (stale ones included): rewards and lengths; over groups: the share that compares anything."""
         groups = [list(rewards.values()) for rewards in _rewards(samples).values()]
         rewards = np.array([reward for group in groups for reward in group])
+        rollouts = _rollouts(samples)
         informative = [not tied(group, self.config.tie_tolerance) for group in groups]
         return {
             "reward_mean": float(rewards.mean()),
             "reward_std": float(rewards.std()),
             "num_groups": float(len(groups)),
             "informative_group_rate": float(np.mean(informative)),
-            "response_length_mean": float(np.mean([s.mask.sum() for s in samples])),
-            "truncation_rate": float(np.mean([s.truncated for s in samples])),
+            "response_length_mean": float(np.mean([sum(int(s.mask.sum()) for s in rollout) for rollout in rollouts])),
+            "truncation_rate": float(np.mean([any(s.truncated for s in rollout) for rollout in rollouts])),
         }
 
     def _groups(self, candidates: Sequence[Candidate], now: float) -> list[_Group]:
@@ -164,6 +165,14 @@ class Grpo:
 
     def _is_ready(self, num_training: int) -> bool:
         return num_training > self.config.batch_size - self.config.group_size
+
+
+def _rollouts(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each report in its group."""
+    found: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.group, sample.report_id), []).append(sample)
+    return list(found.values())
 
 
 def _rewards(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:

@@ -175,18 +175,32 @@ class Book:
         )
         return dataclasses.replace(generation, **changes)
 
-    def made(self, request: Request, *generations: Generation) -> list[Receipt]:
+    def made(self, request: Request, *generations: Generation, turn_key: str | None = None) -> list[Receipt]:
         return [
-            receipts.make(request, choice, generation, "engine 1", f"{request.id}.{choice}", NOW)
+            receipts.make(request, choice, generation, "engine 1", f"{request.id}.{choice}", NOW, turn_key)
             for choice, generation in enumerate(generations)
         ]
 
-    def complete(self, prompt: Sequence[int], *outputs: Sequence[int], release: str = BASE, **changes: Any) -> Any:
+    def complete(
+        self,
+        prompt: Sequence[int],
+        *outputs: Sequence[int],
+        release: str = BASE,
+        turn_key: str | None = None,
+        finish_reason: FinishReason = FinishReason.STOP,
+        **changes: Any,
+    ) -> Any:
         """Records a completion of one or more choices; the receipt, or the list of them."""
         request = self.request(prompt, **changes)
-        made = self.made(request, *(self.generation(ids, release) for ids in outputs))
+        generations = [self.generation(ids, release, finish_reason=finish_reason) for ids in outputs]
+        made = self.made(request, *generations, turn_key=turn_key)
         self.write(receipts.record, request, made)
         return made[0] if len(made) == 1 else made
+
+    def turn(self, parent: Receipt | None, added: Sequence[int], *outputs: Sequence[int], **changes: Any) -> Any:
+        """`complete` as a later turn: the prompt is what `parent` holds, and what was added to it."""
+        before = [] if parent is None else [*parent.prompt_ids.tolist(), *parent.generation.output_ids.tolist()]
+        return self.complete([*before, *added], *outputs, parent=parent and parent.id, **changes)
 
     def report(self, *references: str, id: str | None = None, score: float | None = 1.0, **body: Any) -> Report:
         whole = {"references": list(references), **({} if score is None else {"score": score}), **body}

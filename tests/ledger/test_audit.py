@@ -168,6 +168,7 @@ def test_a_ledger_that_lived_a_full_life_has_no_findings_and_is_left_as_it_is(bo
         ("receipts", "req29.0", "output_ids = x'0102030405060708'", "it was changed: its digest differs"),
         ("receipts", "req30.0", "output_ids = x'00'", "it has 1 tokens in 1 bytes of ids, 4"),
         ("receipts", "req1.0", "logprobs = x'00'", "it was deleted, and 1 bytes"),
+        ("receipts", "req1.0", "turn_key = 'k'", "it was deleted, and the hash of its conversation is there"),
         ("receipts", "req33.0", "claimed_by = 'rep48'", "it is claimed by rep48, which does not reference it"),
         ("reports", "rep44", "body = replace(body, 'score', 'grade')", "its body is not the one"),
         ("reports", "rep5", "body = '{'", "its body cannot be read: "),
@@ -285,7 +286,7 @@ def test_a_row_that_was_changed_is_named_and_no_other(
             "report rep6: it is trained, and its receipt req2.0 is claimed by None",
         ),
         (
-            "INSERT INTO batch_samples VALUES ('b2', 4, 'rep6', 'req2.0', 'g', 1.0, 1); "
+            "INSERT INTO batch_samples VALUES ('b2', 4, 'rep6', 'req2.0', 'g', 1.0, 1, 4); "
             "UPDATE batches SET microbatches = '[[0],[1],[2],[3],[4]]' WHERE id = 'b2'",
             "report rep6: it was trained twice: in b1 and b2",
         ),
@@ -301,6 +302,11 @@ def test_a_row_that_was_changed_is_named_and_no_other(
             "batch b5: the positions of its 2 samples are not",
         ),
         ("DELETE FROM batch_samples WHERE batch_id = 'b5'", "batch b5: the positions of its 0 samples are not"),
+        (
+            "UPDATE batch_samples SET sample = 3 WHERE batch_id = 'b5' AND position = 1",
+            "batch b5: its sequences are 0, 3, expected 0, 1, ...",
+        ),
+        ("UPDATE batch_samples SET sample = 0 WHERE batch_id = 'b5'", "batch b5: its sequence 0 is of several reports"),
         (
             "DROP INDEX batches_reserved; "
             "UPDATE batches SET state = 'reserved' WHERE id = 'b5'; "
@@ -404,7 +410,7 @@ def test_an_older_ledger_is_not_read_and_not_migrated(tmp_path: Path) -> None:
         connection.executescript((Path(__file__).parent / "data" / "schema-1.sql").read_text())
     before = path.read_bytes()
     with (
-        pytest.raises(LedgerError, match="schema version 1, and 2 is needed to read it"),
+        pytest.raises(LedgerError, match="schema version 1, and 3 is needed to read it"),
         open_reading(f"sqlite:///{path}"),
     ):
         pass

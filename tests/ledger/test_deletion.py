@@ -43,7 +43,7 @@ def num_deleted(book: Any) -> dict[str, int]:
 def test_text_ids_and_log_probabilities_go_and_the_skeleton_stays(book: Any) -> None:
     sampling = Sampling(max_tokens=5, temperature=0.5, stop=("my secret",), stop_token_ids=(7,))
     request = book.request([1, 2, 3], sampling=sampling, body=b'{"x": 1}', tags={"user": "ada"}, session="s")
-    made = book.made(request, book.generation([4, 5], matched="my secret"))
+    made = book.made(request, book.generation([4, 5], matched="my secret"), turn_key="k")
     book.write(receipts.record, request, made)
     before = book.read(receipts.skeleton, made[0].id)
     assert delete(book, *made) == [made[0].id]
@@ -52,7 +52,8 @@ def test_text_ids_and_log_probabilities_go_and_the_skeleton_stays(book: Any) -> 
     assert after == dataclasses.replace(before, deleted_at=LATER, sampling=kept)
     assert (after.num_prompt_tokens, after.num_tokens, after.digest) == (3, 2, made[0].digest)
     assert book.rows("SELECT length(prompt_ids), length(body), tags FROM requests") == [(0, 0, "{}")]
-    assert book.rows("SELECT length(output_ids), length(logprobs), matched FROM receipts") == [(0, 0, None)]
+    left = book.rows("SELECT length(output_ids), length(logprobs), matched, turn_key FROM receipts")
+    assert left == [(0, 0, None, None)]
     for read, id in ((receipts.get, made[0].id), (receipts.body_of, request.id)):
         with pytest.raises(GoneError) as gone:
             book.read(read, id)

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from reef.errors import ConfigError, LedgerError
-from reef.ledger import scenarios
+from reef.ledger import batches, receipts, scenarios
+from reef.ledger.audit import audit
 from reef.ledger.ledger import Ledger, RunLock
+from reef.ledger.reading import open_reading
 
 HOLD = """
 import pathlib, sys
@@ -62,7 +64,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(sqlite_book: A
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
         connection.execute("CREATE TABLE of_the_future (id INTEGER)")
     before, files = path.read_bytes(), sorted(path.name for path in path.parent.iterdir())
-    with pytest.raises(LedgerError, match="schema version 99, this Reef knows versions up to 2"):
+    with pytest.raises(LedgerError, match="schema version 99, this Reef knows versions up to 3"):
         Ledger.open(book.url)
     assert path.read_bytes() == before
     assert sorted(path.name for path in path.parent.iterdir()) == files
@@ -174,7 +176,7 @@ def test_a_ledger_of_version_1_is_backed_up_and_brought_forward_with_all_it_hold
     with contextlib.closing(sqlite3.connect(f"{old}.schema-1")) as connection:
         assert "\n".join(connection.iterdump()) + "\n" == script
     with contextlib.closing(sqlite3.connect(old)) as connection:
-        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("2",)
+        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("3",)
         assert connection.execute("SELECT id, releases FROM reports ORDER BY seq").fetchall() == [
             *((f"rep{number}", '["r0"]') for number in range(5, 9)),
             ("rep-note", '["r0"]'),
@@ -182,6 +184,31 @@ def test_a_ledger_of_version_1_is_backed_up_and_brought_forward_with_all_it_hold
         assert connection.execute("SELECT id, state, source FROM releases").fetchall() == [
             ("r0", "released", None),
             ("r1", "released", None),
+        ]
+
+
+def test_a_ledger_of_version_2_keeps_its_digests_its_batches_and_what_it_waits_for(
+    sqlite_book: Any, tmp_path: Path
+) -> None:
+    old = tmp_path / "old" / "ledger.db"
+    old.parent.mkdir()
+    script = (Path(__file__).parent / "data" / "schema-2.sql").read_text()
+    with contextlib.closing(sqlite3.connect(old)) as connection:
+        connection.executescript(script)
+    Ledger.open(f"sqlite:///{old}").close()
+    assert schema_of(old) == schema_of(sqlite_book.store.path)
+    with contextlib.closing(sqlite3.connect(f"{old}.schema-2")) as connection:
+        assert "\n".join(connection.iterdump()) + "\n" == script
+    with open_reading(f"sqlite:///{old}") as connection:
+        assert list(audit(connection)) == []
+        found = receipts.get(connection, "req6.0")  # its digest is the one it was recorded with
+        assert (found.parent, found.continued_by, found.turn_key) == ("req5.0", None, None)
+        batch = batches.load(connection, "b2")  # each turn a sequence of its own, as it was reserved
+        assert batch.microbatches == ((0,), (1,))
+        assert [sample.tokens.tolist() for sample in batch.samples] == [[1, 2, 10], [1, 2, 10, 3, 11, 12]]
+        assert [sample.mask.tolist() for sample in batch.samples] == [
+            [False, False, True],
+            [False, False, False, False, True, True],
         ]
 
 

@@ -4,12 +4,15 @@ import asyncio
 import base64
 import dataclasses
 import os
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy import event
 
-from reef.errors import ConflictError, NotFoundError, ReefError
+from reef.errors import ConflictError, DamagedError, NotFoundError, ReefError
 from reef.ledger import receipts
 from reef.types import FinishReason, Generation, Receipt, Request, Sampling, Span
 
@@ -42,6 +45,7 @@ def full_request(book: Any) -> Request:
             stop_token_ids=(2, 5),
             ignore_eos=True,
             seed=2**62,
+            json_schema='{"type":"object"}',
         ),
         n=2,
         body=b'{"messages": [{"role": "user", "content": "7+5=\\u00e9"}]}',
@@ -50,6 +54,7 @@ def full_request(book: Any) -> Request:
         tags={"team": "blue", "a": "ü"},
         template_digest="t" * 64,
         tokenizer_digest="k" * 64,
+        continued_by="messages",
     )
 
 
@@ -63,7 +68,7 @@ def test_a_receipt_comes_back_bit_for_bit_with_every_field(book: Any) -> None:
         matched="</final>",
         reproducible=False,
     )
-    made = book.made(request, whole, book.generation([4], matched=2))
+    made = book.made(request, whole, book.generation([4], matched=2), turn_key="k1")
     book.write(receipts.record, request, made)
     book.reopen()
     found = book.read(receipts.get_many, [made[1].id, made[0].id])
@@ -114,7 +119,7 @@ def test_both_reasons_are_kept_where_two_make_a_receipt_inexact(book: Any) -> No
 
 def test_the_digest_changes_with_any_field(book: Any) -> None:
     request = full_request(book)
-    receipt = book.made(request, book.generation([9, 2]))[0]
+    receipt = book.made(request, book.generation([9, 2]), turn_key="k1")[0]
     generation = receipt.generation
     other: dict[str, Any] = {
         "id": "x",
@@ -143,6 +148,7 @@ def test_the_digest_changes_with_any_field(book: Any) -> None:
                 "stop": ("</final>",),
                 "stop_token_ids": (2,),
                 "ignore_eos": False,
+                "json_schema": None,
             }.items()
         ],
         "purpose": "train",
@@ -154,6 +160,8 @@ def test_the_digest_changes_with_any_field(book: Any) -> None:
         "engine_build": "engine 2",
         "created_at": receipt.created_at + 1e-6,
         "inexact_reason": None,
+        "continued_by": "session",
+        "turn_key": "k2",
     }
     assert {*other, "digest"} == {field.name for field in dataclasses.fields(Receipt)}
     assert len(other["sampling"]) == len(dataclasses.fields(Sampling))
@@ -194,6 +202,70 @@ def test_a_long_conversation_is_whole_again(book: Any) -> None:
     found = book.read(receipts.get, parent)
     assert found.prompt_ids.tolist() == tokens[:-2]
     assert book.rows("SELECT sum(length(prompt_ids)) / 4 FROM requests") == [(40,)]
+
+
+def test_a_receipt_without_the_later_fields_has_the_digest_that_it_always_had(book: Any) -> None:
+    request = book.request([1, 2], created_at=5.0)
+    made = receipts.make(request, 0, book.generation([3]), "engine 1", "rcp_a", 5.0)
+    assert made.digest == "970f27b8bad6a0d81eca401fb08794cac482c342eced2ed07f76abe4f43b1f71"
+
+
+def test_a_skeleton_says_how_its_parent_was_found(book: Any) -> None:
+    first = book.complete([1], [2])
+    second = book.turn(first, [3], [4], continued_by="session")
+    found = [book.read(receipts.skeleton, receipt.id) for receipt in (first, second)]
+    assert [(left.parent, left.continued_by) for left in found] == [(None, None), (first.id, "session")]
+
+
+def test_prompts_of_a_tree_are_whole_again_whichever_turns_are_read_together(book: Any) -> None:
+    root = book.complete([1, 2], [3, 4])
+    left = book.turn(root, [5], [6])
+    deep = book.turn(left, [7, 8], [9], [10])
+    right = book.turn(root, [11], [])
+    on = book.turn(right, [], [12])
+    made = {receipt.id: receipt for receipt in (root, left, *deep, right, on)}
+    for names in (list(made), list(made)[::-1], [on.id], [deep[1].id, root.id], [right.id, deep[0].id]):
+        found = book.read(receipts.get_many, names)
+        assert found.keys() == set(names)
+        assert all(equal(receipt, made[name]) for name, receipt in found.items())
+
+
+def test_a_conversation_of_300_turns_is_read_by_few_queries_and_lies_in_memory_once(book: Any) -> None:
+    turns, added = [book.complete([1], [2])], list(range(50))
+    for _ in range(299):
+        turns.append(book.turn(turns[-1], added, [2]))
+    num_queries = 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_queries
+        num_queries += 1
+
+    engine = book.ledger._reading
+    event.listen(engine, "before_cursor_execute", count)
+    try:
+        found = book.read(receipts.read_many, [receipt.id for receipt in turns])
+    finally:
+        event.remove(engine, "before_cursor_execute", count)
+    assert num_queries <= 3  # rows, their ancestors, and the BEGIN of a SQLite transaction
+    assert all(equal(found[receipt.id], receipt) for receipt in turns)
+    whole = found[turns[-1].id].prompt_ids
+    assert all(np.shares_memory(found[receipt.id].prompt_ids, whole) for receipt in turns)
+
+
+def test_a_parent_that_is_lost_or_that_continues_its_own_turns_is_named(sqlite_book: Any) -> None:
+    first = sqlite_book.complete([1], [2])
+    second = sqlite_book.turn(first, [3], [4])
+    for change, message in (
+        (f"UPDATE requests SET parent = '{second.id}' WHERE id = '{first.request_id}'", "which continues it"),
+        (
+            f"UPDATE requests SET parent = 'rcp_x' WHERE id = '{first.request_id}'",
+            "continues rcp_x, which is not there",
+        ),
+    ):
+        with closing(sqlite3.connect(sqlite_book.store.path)) as connection, connection:
+            connection.execute(change)
+        with pytest.raises(DamagedError, match=f"receipt {second.id} is damaged .*{message}"):
+            sqlite_book.read(receipts.get_many, [second.id])
 
 
 @pytest.mark.parametrize(

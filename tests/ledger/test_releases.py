@@ -150,6 +150,7 @@ def test_the_lineage_of_a_release_is_its_batch_in_order(book: Any) -> None:
                 "group": "g1",
                 "reward": 1.0,
                 "trained": True,
+                "sample": 0,
             },
             {
                 "position": 1,
@@ -158,6 +159,7 @@ def test_the_lineage_of_a_release_is_its_batch_in_order(book: Any) -> None:
                 "group": "g1",
                 "reward": 0.0,
                 "trained": False,
+                "sample": 1,
             },
         ],
     }

@@ -333,3 +333,92 @@ def test_a_read_cannot_write(book: Any) -> None:
     with pytest.raises(UnavailableError, match=r"read-?only"):
         book.read(note, "note")
     assert notes(book) == set()
+
+
+# --- writes that share a call -----------------------------------------------------------------------------------------
+
+
+def completion(book: Any, prompt: list[int], **changes: Any) -> receipts.Completion:
+    request = book.request(prompt, **changes)
+    return request, book.made(request, book.generation([7, 8]), book.generation([2]))
+
+
+def beside_one_another(book: Any, op: Callable[..., None], items: list[Any], between: Any = None) -> list[Any]:
+    """`write_together` of all items in one group, `between` after the first two; what each returned or raised."""
+
+    async def run() -> list[Any]:
+        gate = Gate()
+        first = asyncio.create_task(book.ledger.write(gate))
+        await asyncio.to_thread(gate.entered.wait)
+        writes = [book.ledger.write_together(op, item) for item in items]
+        if between is not None:
+            writes.insert(2, book.ledger.write(between))
+        tasks = [asyncio.create_task(write) for write in writes]
+        await asyncio.sleep(0)
+        gate.leave.set()
+        await first
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_neighbours_of_one_kind_share_one_call(book: Any) -> None:
+    calls: list[list[str]] = []
+
+    def note_all(connection: Connection, keys: list[str]) -> None:
+        calls.append(list(keys))
+        for key in keys:
+            note(connection, key)
+
+    keys = [f"note{number}" for number in range(6)]
+    assert beside_one_another(book, note_all, keys) == [None] * 6
+    assert calls == [keys]
+    assert notes(book) == set(keys)
+
+
+def test_a_write_between_them_keeps_its_place(book: Any) -> None:
+    order: list[str] = []
+
+    def note_all(connection: Connection, keys: list[str]) -> None:
+        order.extend(keys)
+        for key in keys:
+            note(connection, key)
+
+    def other(connection: Connection) -> str:
+        order.append("note-other")
+        return note(connection, "note-other")
+
+    answers = beside_one_another(book, note_all, ["note1", "note2", "note3"], between=other)
+    assert answers == [None, None, "note-other", None]
+    assert order == ["note1", "note2", "note-other", "note3"]
+
+
+def test_one_of_many_that_raises_fails_alone(book: Any) -> None:
+    def note_all(connection: Connection, keys: list[str]) -> None:
+        for key in keys:
+            note(connection, key)
+            if key == "note2":
+                raise ConflictError("no")
+
+    answers = beside_one_another(book, note_all, ["note1", "note2", "note3", "note3"])
+    assert isinstance(answers[1], ConflictError)
+    assert isinstance(answers[3], ReefError)  # its key is there
+    assert [answers[0], answers[2]] == [None, None]
+    assert notes(book) == {"note1", "note3"}
+
+
+def test_completions_that_share_a_call_are_each_stored_whole(book: Any) -> None:
+    completions = [completion(book, [1, 2, number]) for number in range(70)]
+    beside_one_another(book, receipts.record_all, completions)
+    for request, made in completions:
+        stored = book.read(receipts.get, made[0].id)
+        assert stored.digest == made[0].digest == receipts.compute_digest(stored)
+        assert stored.request_id == request.id
+
+
+def test_a_turn_in_the_same_group_as_the_one_it_continues_is_stored(book: Any) -> None:
+    first, made = completion(book, [1, 2, 3])
+    ids = [*first.prompt_ids.tolist(), *made[0].generation.output_ids.tolist(), 9]
+    second, continued = completion(book, ids, parent=made[0].id)
+    assert beside_one_another(book, receipts.record_all, [(first, made), (second, continued)]) == [None, None]
+    assert book.read(receipts.get, continued[0].id).prompt_ids.tolist() == ids
