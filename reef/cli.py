@@ -3,9 +3,12 @@
 reef serve -c serve.yaml [--section.key VALUE ...] [--dry-run | --print-config]
 reef status | releases [SCENARIO] | why RECEIPT_OR_REPORT      ask a running service
 reef rollback RELEASE | promote RELEASE [--force]              move its chain
+reef token NAME [--role ROLE ...] [--scenario NAME ...]        make a key: for whom, and the lines to configure it
 reef replay [SCENARIO] [--to RELEASE]                          make a release again from the ledger
+reef export --format atif SCENARIO [--out FILE]                conversations out of the ledger, a line of JSON each
 reef doctor [--ledger]                                         what this machine has, and what is missing; or what is
                                                                wrong in the ledger, beside a running service too
+A running service is asked with --reef.token, else REEF_API_KEY, else (on this machine) the key in its run directory.
 `serve --dry-run` and `doctor` answer for another machine with --gpus N --gpu-memory-gib G --nodes K.
 """
 
@@ -21,11 +24,12 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import yaml
 
-from reef.config import Config, load, split_flags
+from reef import keys
+from reef.config import LOOPBACK, ROLES, Config, load, split_flags
 from reef.errors import ConfigError, NotFoundError, ReefError, UnavailableError
 
 if TYPE_CHECKING:
@@ -117,10 +121,20 @@ def _parser() -> argparse.ArgumentParser:
             ask.add_argument("--scenario", help="default: the one that trains")
         if name == "promote":
             ask.add_argument("--force", action="store_true", help="though it was rejected by the gate")
+    token = command("token", _token, "Make a key, and print it with the lines that configure it.")
+    token.add_argument("name", help="for whom it is: letters, digits, '_' and '-'")
+    token.add_argument(
+        "--role", action="append", choices=ROLES, help="what it may do; again for one more (default: infer and report)"
+    )
+    token.add_argument("--scenario", action="append", help="bind it to this one; again for one more (default: all)")
     replay = command("replay", _replay, "Make a release again from the ledger and compare it with what was published.")
     replay.add_argument("scenario", nargs="?", help="default: the one that trains")
     replay.add_argument("--to", metavar="RELEASE", help="default: the head of the chain")
     replay.add_argument("--directory", type=Path, help="where to work; default: RUN-DIR-replay/RELEASE")
+    export = command("export", _export, "Write a scenario's conversations out of the ledger, a line of JSON each.")
+    export.add_argument("scenario")
+    export.add_argument("--format", choices=("atif",), required=True, help="atif: Agent Trajectory Interchange Format")
+    export.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     doctor = command("doctor", _doctor, "Check this machine and the configuration, or the ledger.")
     doctor.add_argument("--ledger", action="store_true", help="check the whole ledger and what it names on disk")
     for asked in (serve, doctor):
@@ -317,6 +331,19 @@ def _move(arguments: argparse.Namespace, config: Config, how: str, body: dict[st
     return 0
 
 
+def _token(arguments: argparse.Namespace, config: Config) -> int:
+    key = keys.new_key()
+    entry = {"name": arguments.name, "hash": keys.hash_of(key), "roles": arguments.role or ["infer", "report"]}
+    if arguments.scenario:
+        entry["scenarios"] = arguments.scenario
+    known = [other.model_dump(mode="json") for other in config.reef.tokens]
+    load(None, ["--reef.tokens", json.dumps([*known, entry])], {})  # refuses what could not be configured
+    print(f"{key}\n")
+    print("The key is shown this once. Send it as `Authorization: Bearer KEY`. The configuration keeps its hash:\n")
+    print(yaml.safe_dump({"reef": {"tokens": [entry]}}, sort_keys=False), end="")
+    return 0
+
+
 def _replay(arguments: argparse.Namespace, config: Config) -> int:
     from reef import replay
 
@@ -324,6 +351,27 @@ def _replay(arguments: argparse.Namespace, config: Config) -> int:
     return replay.run(
         config, arguments.scenario, arguments.to, arguments.directory, lambda text: print(text, flush=True)
     )
+
+
+def _export(arguments: argparse.Namespace, config: Config) -> int:
+    from reef import export
+
+    if arguments.out is None:
+        export.atif(config, arguments.scenario, sys.stdout.buffer, _progress)
+        sys.stdout.flush()
+        _progress("")
+        return 0
+    partial = arguments.out.with_name(f"{arguments.out.name}.partial")  # what has the name is whole
+    try:
+        with partial.open("wb") as file:
+            count = export.atif(config, arguments.scenario, file, _progress)
+        partial.rename(arguments.out)
+    except OSError as error:
+        raise ReefError(f"cannot write {arguments.out}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    _say(f"{count} conversations in {arguments.out}")
+    return 0
 
 
 def _figure(value: float | None, form: str) -> str:
@@ -358,9 +406,7 @@ def _ask(
 ) -> Any:
     """The JSON answer to a GET, or to a POST where there is a body."""
     headers = {"content-type": "application/json"}
-    if config.reef.token is not None:
-        headers["authorization"] = f"Bearer {config.reef.token.get_secret_value()}"
-    elif key := os.environ.get("REEF_API_KEY"):
+    if (key := _key(url, config)) is not None:
         headers["authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -373,6 +419,15 @@ def _ask(
         raise UnavailableError(f"no service answers at {url}: {error.reason}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise UnavailableError(f"{url} does not answer as Reef does: {error!r}") from None
+
+
+def _key(url: str, config: Config) -> str | None:
+    """The key to ask with. That of the run directory goes to no other machine."""
+    if config.reef.token is not None:
+        return config.reef.token.get_secret_value()
+    if key := os.environ.get("REEF_API_KEY"):
+        return key
+    return keys.read_file(config.reef.run_dir / keys.FILE) if urlsplit(url).hostname in LOOPBACK else None
 
 
 def _message(error: urllib.error.HTTPError, url: str) -> str:

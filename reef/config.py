@@ -10,18 +10,22 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from reef import keys
 from reef.errors import ConfigError
 
 SCENARIO_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None, "~": None}
 _ENGINE_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]*)?")
-_TOKEN = re.compile(r"[!-~]+")
+_HASH = re.compile(r"[0-9a-f]{64}")
+ROLES = ("infer", "report", "admin")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 
 
@@ -42,31 +46,88 @@ class Section(BaseModel):
         return {} if values is None else values  # YAML's reading of a section with every key commented out
 
 
-class ReefSection(Section):
-    """The service: where it listens, where it keeps its files, and how much it takes on at once.
+class TokenEntry(Section):
+    """A key of `reef.tokens`, as `reef token NAME` prints it. What is kept of the key itself is its hash.
 
-    Refuses an empty token, one that cannot travel in an HTTP header, and a host that is not loopback without a token.
+    Refuses a hash that is not one, a scenario's name that is none, and an entry without roles.
     """
 
-    host: str = Field("127.0.0.1", description="Address to listen on. Anything but loopback needs a token.")
+    name: str = Field(description="What the key is called: in messages, and nowhere else.")
+    hash: str = Field(description="sha256 of the key, 64 hexadecimal digits.")
+    scenarios: list[str] | None = Field(None, min_length=1, description="All that the key may see; none: everything.")
+    roles: list[Literal["infer", "report", "admin"]] = Field(
+        min_length=1, description="`infer`, `report`, `admin`: what the key may do."
+    )
+
+    @model_validator(mode="after")
+    def _well_formed(self) -> "TokenEntry":
+        if not KEY_NAME.fullmatch(self.name):
+            raise ValueError(f"reef.tokens: a name has 1-64 letters, digits, '_' or '-', got {self.name[:80]!r}")
+        if not _HASH.fullmatch(self.hash):
+            raise ValueError(
+                f"reef.tokens, {self.name}: hash is not the sha256 of a key (64 hexadecimal digits, lower case): make "
+                f"one with `reef token {self.name}`"
+            )
+        for scenario in self.scenarios or ():
+            if not SCENARIO_NAME.fullmatch(scenario):
+                raise ValueError(f"reef.tokens, {self.name}: {scenario[:80]!r} is no scenario's name")
+        return self
+
+
+class ReefSection(Section):
+    """The service: where it listens, who may ask, where it keeps its files, and how much it takes on at once.
+
+    Refuses an empty token, one that cannot travel in an HTTP header, a name or a key that stands twice in `tokens`, a
+    host that is not loopback without a key, and open access with a key or beyond loopback.
+    """
+
+    host: str = Field("127.0.0.1", description="Address to listen on. Anything but loopback needs a key.")
     port: int = Field(8080, ge=0, le=65535, description="Port to listen on; 0 lets the kernel choose one.")
-    token: SecretStr | None = Field(None, description="Bearer token that clients must send; none: no key is asked for.")
+    access: Literal["key", "open"] = Field(
+        "key", description="Whether clients must send a key; `open`: none is asked, on loopback only."
+    )
+    token: SecretStr | None = Field(
+        None,
+        description="A key with every role. Without it and `tokens`, one is made at the first start: RUN-DIR/api-key.",
+    )
+    tokens: list[TokenEntry] = Field(
+        default_factory=list, description="More keys, each with a name, a hash, roles and scenarios: `reef token NAME`."
+    )
     run_dir: Path = Field(Path("work/run"), description="Holds the ledger, releases, checkpoints and logs. One owner.")
     ready_timeout: float = Field(300, gt=0, description="Seconds that engine and trainer may take to start, in all.")
     implicit_scenarios: bool = Field(True, description="A request that names an unknown scenario creates it.")
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="Largest request body; over it: 413.")
+    max_messages: int = Field(4096, gt=0, description="Messages in one request; over it: 413.")
     max_in_flight: int = Field(512, gt=0, description="Inference requests in work at once; over it: 429.")
     max_pending_writes: int = Field(4096, gt=0, description="Ledger writes waiting for a commit; over it: 503.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
 
     @model_validator(mode="after")
-    def _loopback_or_token(self) -> "ReefSection":
+    def _loopback_or_key(self) -> "ReefSection":
         if self.token is not None and not self.token.get_secret_value():
             raise ValueError("reef.token is empty: give a token, or leave the key out")
-        if self.token is not None and not _TOKEN.fullmatch(self.token.get_secret_value()):
+        if self.token is not None and not keys.VISIBLE.fullmatch(self.token.get_secret_value()):
             raise ValueError("reef.token: expected visible ASCII characters (it travels in an HTTP header)")
-        if self.host not in ("127.0.0.1", "localhost", "::1") and self.token is None:
-            raise ValueError(f"reef.host {self.host} is not loopback: set reef.token, or listen on 127.0.0.1")
+        if self.access == "open" and (self.token is not None or self.tokens):
+            raise ValueError("reef.access is open, so nobody is asked for a key: leave reef.token and reef.tokens out")
+        if self.host not in LOOPBACK and self.access == "open":
+            raise ValueError(f"reef.access is open, but reef.host {self.host} is not loopback: set reef.access to key")
+        if self.host not in LOOPBACK and self.token is None and not self.tokens:
+            raise ValueError(
+                f"reef.host {self.host} is not loopback: set reef.token or reef.tokens, or listen on 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _each_key_once(self) -> "ReefSection":
+        hashes = [entry.hash for entry in self.tokens]
+        if self.token is not None:
+            hashes.append(keys.hash_of(self.token.get_secret_value()))
+        names = [entry.name for entry in self.tokens]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"reef.tokens: {twice[0]} is the name of two keys")
+        if len(set(hashes)) < len(hashes):
+            raise ValueError("reef.tokens: one key stands twice")
         return self
 
 
@@ -95,9 +156,21 @@ class InferenceSection(Section):
     sampling: Literal["honour", "neutral"] = Field(
         "honour", description="Obey a client's top-p and the like, or override them so that every answer can train."
     )
+    history: Literal["exact", "template"] = Field(
+        "exact", description="A later turn continues the ids of the turn before it, or all messages are rendered anew."
+    )
+    history_cache_tokens: int = Field(
+        4_000_000, ge=0, description="Token ids of recent turns kept in memory (4 bytes each); others are read again."
+    )
+    tool_call_parser: str = Field("auto", description="How the model writes tool calls; auto: by its template.")
+    reasoning_parser: str = Field("auto", description="How the model writes its thinking; auto: by its template.")
     pause_mode: Literal["retract", "in_place", "abort"] = Field("retract", description="What a load does to requests.")
     pause_wait_s: float = Field(30, ge=0, description="Seconds a request waits for a paused engine; then 503.")
-    request_timeout_s: float = Field(600, gt=0, description="Seconds an engine may take for one request.")
+    max_waiting: int = Field(512, gt=0, description="Requests that wait for an engine at once; over it: 429.")
+    first_token_timeout_s: float = Field(
+        300, gt=0, description="Seconds until a stream must have its first token, waiting included; then 504."
+    )
+    request_timeout_s: float = Field(600, gt=0, description="Seconds an engine may take for one request; then 504.")
     load_timeout_s: float = Field(120, gt=0, description="Seconds an engine may take to load and verify a release.")
     verify_tolerance: float = Field(
         1e-3,
@@ -647,6 +720,15 @@ def _refuse_unknown(model: type[BaseModel], values: Any, path: tuple[str, ...]) 
         inner = known[key].annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             _refuse_unknown(inner, value, (*path, key))
+        elif (entry := entries_of(inner)) is not None and isinstance(value, list):
+            for item in value:
+                _refuse_unknown(entry, item, (*path, key))
+
+
+def entries_of(annotation: Any) -> type[Section] | None:
+    """The section that each entry of a list is; None where the field is no list of sections."""
+    entry = next(iter(get_args(annotation)), None) if get_origin(annotation) is list else None
+    return entry if isinstance(entry, type) and issubclass(entry, Section) else None
 
 
 def _explain(detail: Any) -> str:
@@ -656,8 +738,8 @@ def _explain(detail: Any) -> str:
         return message
     value = detail.get("input")
     shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)
-    if where == "reef.token":
-        shown = "a secret"
+    if where.startswith("reef.token") and not where.endswith((".name", ".roles", ".scenarios")):
+        shown = "a secret"  # or perhaps one: a key where its hash belongs
     return f"{where}: {message[:1].lower()}{message[1:]}, got {shown}"
 
 

@@ -43,6 +43,14 @@ class UnauthorizedError(ReefError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(ReefError):
+    """The key is known and may not do this: `param` names what it lacks, a role or a scenario."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class NotFoundError(ReefError):
     """The scenario, receipt, report, release or route is not there."""
 
@@ -74,7 +82,7 @@ class GoneError(ReefError):
 
 
 class TooLargeError(ReefError):
-    """The body is over `reef.max-body-bytes`."""
+    """The request is over `reef.max-body-bytes` or `reef.max-messages`."""
 
     status = 413
     type = "invalid_request_error"
@@ -89,12 +97,26 @@ class BusyError(ReefError):
     code = "queue_full"
 
 
+class ClientGoneError(ReefError):
+    """The client closed its connection; nobody reads the answer. (The status is nginx's, for our figures only.)"""
+
+    status = 499
+    code = "client_gone"
+
+
 class EngineError(ReefError):
     """An engine failed, or answered with something that cannot be a record."""
 
     status = 502
     type = "engine_error"
     code = "engine_failed"
+
+
+class EngineTimeoutError(EngineError):
+    """An engine did not answer in the time it has."""
+
+    status = 504
+    code = "engine_timeout"
 
 
 class UnavailableError(ReefError):

@@ -26,13 +26,13 @@ class Gate:
 
     def __init__(self, config: Config, ledger: Ledger, engines: Engines, storage: Storage, store: Store) -> None:
         self._config = config.evaluation
-        self._token = config.reef.token
         self._ledger = ledger
         self._engines = engines
         self._storage = storage
         self._store = store
         self._command: asyncio.Task[None] | None = None
         self.url: str | None = None  # of this service, for the command
+        self.key: str | None = None  # that the command must send; None: none is asked
         self.held: Release | None = None
         self.verdict: Verdict | None = None  # on `held`, so far
         self.error: str | None = None  # of the command
@@ -88,8 +88,8 @@ class Gate:
             await self._run_command(release)
         except Exception as error:  # noqa: BLE001 - a supervisor: nobody awaits this, and the release stays held
             said = error.message if isinstance(error, ReefError) else repr(error)
-            if self._token is not None:
-                said = said.replace(self._token.get_secret_value(), "**********")
+            if self.key is not None:
+                said = said.replace(self.key, "**********")
             self.error = f"{release.id} stays held: {said}"
             log.error("%s", self.error)
         wake()
@@ -101,8 +101,8 @@ class Gate:
             "REEF_RELEASE": release.id,
             "REEF_RELEASE_PATH": self._storage.published(release).path,
         }
-        if self._token is not None:
-            environment["REEF_API_KEY"] = self._token.get_secret_value()
+        if self.key is not None:
+            environment["REEF_API_KEY"] = self.key
         result = await run_command(self._config, environment)
         if result is not None:
             now = time.time()

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -23,6 +24,7 @@ from reef_harness.errors import (
     Unreachable,
     from_response,
 )
+from reef_harness.keys import KEY_FILE, find_key
 from reef_harness.types import Choice, Completion, Json, Message, Release, ReportState
 
 _NOT_STARTED = (TooManyRequests, Unavailable)  # refused before any work: safe to ask again
@@ -46,9 +48,10 @@ class Retry:
 class Client:
     """Speaks to one service. Use as ``async with Client(url, scenario="arithmetic") as client``.
 
-    ``scenario`` is the default for every call; ``token`` is sent as a bearer token. Requests that the service refused
-    before starting (429, 503) are tried again within ``retry``, honouring Retry-After; so are, for idempotent calls,
-    broken connections and gateway errors. Every failure is a subclass of :class:`reef_harness.errors.HarnessError`.
+    ``scenario`` is the default for every call. The key that is sent as a bearer token is ``token``, else REEF_API_KEY,
+    else, for a service on this machine, the content of ``key_file``. Requests that the service refused before starting
+    (429, 503) are tried again within ``retry``, honouring Retry-After; so are, for idempotent calls, broken connections
+    and gateway errors. Every failure is a subclass of :class:`reef_harness.errors.HarnessError`.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Client:
         *,
         scenario: str | None = None,
         token: str | None = None,
+        key_file: Path = KEY_FILE,
         timeout_s: float = 300.0,
         max_connections: int = 256,
         retry: Retry | None = None,
@@ -64,9 +68,10 @@ class Client:
         self.url = url.rstrip("/")
         self.scenario = scenario
         self.retry = retry or Retry()
+        key = find_key(self.url, token, key_file)
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={"authorization": f"Bearer {token}"} if token else {},
+            headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
         )

@@ -21,6 +21,7 @@ from types import FrameType
 
 from reef_harness import Client, Evaluation, FinalGrader, GroupsDriver, Item, Release, evaluate, finish_on_sigint
 from reef_harness.errors import HarnessError
+from reef_harness.keys import find_key
 from reef_harness.plot import learning_curve
 from reef_harness.progress import AnswerBar, ReleaseBar
 
@@ -61,11 +62,11 @@ def items(problems: Iterator[Problem]) -> Iterator[Item]:
     return (Item.from_text(problem.text, problem.text, str(problem.answer)) for problem in problems)
 
 
-async def learn(url: str, seed: int, releases: int, num_held_out: int, records: Path) -> Outcome:
+async def learn(url: str, seed: int, releases: int, num_held_out: int, records: Path, key: str | None) -> Outcome:
     """Measure, train for ``releases`` releases over HTTP, measure again. Raises KeyboardInterrupt after a Ctrl-C."""
     held_out = list(items(iter(held_out_set(STEPS, num_held_out))))
     between: list[Evaluation] = []
-    async with Client(url, scenario=SCENARIO) as client:
+    async with Client(url, scenario=SCENARIO, token=key) as client:
 
         async def measure(name: str, count: int) -> Evaluation:
             with AnswerBar(count, name) as bar:
@@ -158,14 +159,16 @@ def share(evaluation: Evaluation) -> str:
 def go_on(url: str | None, run_dir: Path, records: Path) -> str:
     """Three commands to go on with: serve from the last release (or list them), ask it, ask what an answer was for."""
     reef = shlex.quote(short(Path(sys.executable).parent / "reef"))
-    at = f"--url {url}" if url else f"--reef.run-dir {shlex.quote(short(run_dir))}"
+    at = (f"--url {url} " if url else "") + f"--reef.run-dir {shlex.quote(short(run_dir))}"
     first = f"releases {SCENARIO} {at}" if url else f"serve -c serve.yaml {at}"
+    key = f"$(cat {shlex.quote(short(run_dir / 'api-key'))})" if (run_dir / "api-key").exists() else "$REEF_API_KEY"
     body = json.dumps({"messages": [{"role": "user", "content": held_out_set(STEPS, 1)[0].text}], "max_tokens": 64})
     receipt = informative_receipt(records)
     return "\n".join(
         (
             f"  {reef} {first}",
             f"  curl -i {url or 'http://127.0.0.1:8080'}/v1/chat/completions -H 'content-type: application/json' "
+            f'-H "Authorization: Bearer {key}" '
             f"-H 'x-reef-scenario: {SCENARIO}' -d {shlex.quote(body)}",
             f"  {reef} why {receipt} {at}",
         )
@@ -199,13 +202,19 @@ def fresh_run_dir(out: Path) -> Path:
     return run_dir
 
 
+def key_for(url: str, run_dir: Path, *, ours: bool) -> str | None:
+    """The key of the service. Of one that we started it is the file's, whatever REEF_API_KEY is for."""
+    file = run_dir / "api-key"
+    return find_key(url, file.read_text().strip() if ours and file.exists() else None, file)
+
+
 def demo(args: argparse.Namespace) -> None:
     """Run the whole demo and print what came of it."""
     started = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     summary, plot, records = (args.out / name for name in ("summary.json", "learning.png", "rollouts.jsonl"))
     records.unlink(missing_ok=True)
-    run_dir = args.out / "run"
+    run_dir = args.run_dir if args.url else args.out / "run"
     service: AbstractContextManager[str]
     if args.url:
         service = nullcontext(args.url.rstrip("/"))
@@ -214,7 +223,8 @@ def demo(args: argparse.Namespace) -> None:
         print(f"starting reef serve (log: {short(args.out / 'serve.log')})", flush=True)
         service = running_service(ROOT / "serve.yaml", run_dir, say=lambda line: print(line, flush=True))
     with service as url:
-        outcome = asyncio.run(learn(url, args.seed, args.releases, args.held_out, records))
+        key = key_for(url, run_dir, ours=not args.url)
+        outcome = asyncio.run(learn(url, args.seed, args.releases, args.held_out, records, key))
         print("stopping the service" if not args.url else "done", flush=True)
 
     seconds = time.monotonic() - started
@@ -251,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--releases", type=int, default=45, help="releases to train")
     parser.add_argument("--held-out", type=int, default=1000, help="problems to measure on, before and after")
     parser.add_argument("--url", help="use a service that is running already, instead of starting one")
+    parser.add_argument("--run-dir", type=Path, default=Path("work/run"), help="of the service at --url, for its key")
     parser.add_argument("--out", type=Path, default=ROOT / "work" / "demo", help="where everything is written")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -35,6 +36,8 @@ def running_service(
 ) -> Iterator[str]:
     """Serve ``config`` from ``run_dir`` on a free port; yield the URL once ready. Its log is serve.log beside run_dir.
 
+    Only we may read that log: the service prints its key when it makes one.
+
     The service gets a session of its own, so that Ctrl-C reaches it only through us. However the block ends, it is
     asked to stop (SIGINT, then SIGTERM, ``patience_s`` after each), and whatever is still alive of it or its
     descendants is killed. Raises ServiceFailed when it does not come up.
@@ -44,7 +47,8 @@ def running_service(
     announced = run_dir / "service.json"
     announced.unlink(missing_ok=True)
     command = [*program, "serve", "-c", str(config), "--reef.run-dir", str(run_dir), "--reef.port", "0", *flags]
-    with log_path.open("wb") as log:
+    log_path.unlink(missing_ok=True)
+    with open(log_path, "wb", opener=partial(os.open, mode=0o600)) as log:
         process = _Process(command, log)
         try:
             yield _wait_until_ready(process, announced, log_path, ready_timeout_s, say)

@@ -5,9 +5,9 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from reef_harness import Client, FinalGrader, GroupsDriver, Item, finish_on_sigint
 from reef_harness.client import Retry
@@ -20,14 +20,14 @@ STEPS = 4  # of each problem
 MAX_TOKENS = 64
 
 
-async def send(url: str, scenario: str, releases: int, seed: int) -> None:
+async def send(url: str, scenario: str, releases: int, seed: int, key_file: Path) -> None:
     """Keep groups of rollouts in flight until our reports have trained `releases` releases, or Ctrl-C."""
     problems = (
         Item.from_text(problem.text, problem.text, str(problem.answer)) for problem in train_stream(STEPS, seed)
     )
-    async with Client(url, token=os.environ.get("REEF_API_KEY"), retry=Retry(total_s=0)) as probe:
-        await probe.status()  # a service that is not there is said at once
-    async with Client(url, scenario=scenario, token=os.environ.get("REEF_API_KEY")) as client:
+    async with Client(url, key_file=key_file, retry=Retry(total_s=0)) as probe:
+        await probe.scenarios()  # a service that is not there, or wants another key, is said at once
+    async with Client(url, scenario=scenario, key_file=key_file) as client:
         with (
             ReleaseBar(releases) as bar,
             GroupsDriver(client, problems, FinalGrader(), max_tokens=MAX_TOKENS, progress=bar) as driver,
@@ -39,12 +39,14 @@ async def send(url: str, scenario: str, releases: int, seed: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8080")
+    parser.add_argument("--run-dir", type=Path, default=Path("work/run"), help="the service's: its key is there")
     parser.add_argument("--scenario", default="arithmetic")
     parser.add_argument("--releases", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the stream of problems")
     arguments = parser.parse_args(argv)
     try:
-        asyncio.run(send(arguments.url, arguments.scenario, arguments.releases, arguments.seed))
+        key_file = arguments.run_dir / "api-key"
+        asyncio.run(send(arguments.url, arguments.scenario, arguments.releases, arguments.seed, key_file))
     except HarnessError as error:
         sys.exit(f"no traffic: {error}")
 

@@ -4,14 +4,15 @@
 
 A release is in once one replica holds it verified; those that failed are restarted with it beside the traffic. Replicas
 in rotation hold one release. While there is none, requests wait up to `inference.pause-wait-s`, then get 503 +
-Retry-After. A candidate is one more replica with a release that is still on trial.
+Retry-After; over `inference.max-waiting` of them, 429. A candidate is one more replica, with a release that is still on
+trial.
 """
 
 import asyncio
 import contextlib
 import random
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -20,7 +21,7 @@ from reef.engines.client import EngineClient
 from reef.engines.host import EngineHost, Host
 from reef.engines.replica import Replica
 from reef.engines.transfer import Transfer
-from reef.errors import ConfigError, ConflictError, EngineError, LoadFailedError, ReefError, UnavailableError
+from reef.errors import BusyError, ConfigError, ConflictError, EngineError, LoadFailedError, ReefError, UnavailableError
 from reef.observe import Metrics
 from reef.types import Published
 
@@ -40,6 +41,7 @@ class Engines:
         self._replicas = [self._replica(f"engine-{index}") for index in range(config.inference.replicas)]
         self._changing = asyncio.Lock()  # one start, load or verification at a time
         self._sessions: OrderedDict[str, Replica] = OrderedDict()
+        self._num_waiting = 0
         self._random = random.Random()
         self._candidate: Replica | None = None
         self._candidate_changing = asyncio.Lock()
@@ -149,6 +151,7 @@ class Engines:
 
         Raises:
             ConflictError: that release is neither served nor on trial.
+            BusyError: too many wait for an engine already.
             UnavailableError: nobody who may answer opens in time.
         """
         with (await self._route(session, release)).use() as client:
@@ -228,7 +231,21 @@ class Engines:
             if waiting_s <= 0 or all(replica.state in ("failed", "stopped") for replica in group):
                 states = ", ".join(_state(replica) for replica in group)
                 raise UnavailableError(f"no engine answers now: {states}", retry_after_s=RETRY_AFTER_S)
-            await _first_open(group, waiting_s)
+            with self._one_more_waits():
+                await _first_open(group, waiting_s)
+
+    @contextlib.contextmanager
+    def _one_more_waits(self) -> Iterator[None]:
+        if self._num_waiting >= self._config.inference.max_waiting:
+            raise BusyError(
+                f"{self._num_waiting} requests wait for an engine already (inference.max-waiting)",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
 
     def _group(self, release: str | None) -> Sequence[Replica]:
         """Those that may answer a request which names this release."""

@@ -204,7 +204,7 @@ def _give_back(connecting: "asyncio.Future[Connection]") -> None:
 
 def _for_nodes(config: Config) -> Config:
     """What an engine needs of the configuration, where its node can find it; the secrets stay here."""
-    reef = config.reef.model_copy(update={"token": None, "run_dir": config.reef.run_dir.absolute()})
+    reef = config.reef.model_copy(update={"token": None, "tokens": [], "run_dir": config.reef.run_dir.absolute()})
     storage = config.storage.model_copy(update={"url": None})
     return config.model_copy(update={"reef": reef, "storage": storage})
 

@@ -1,0 +1,27 @@
+"""Which key goes with requests to a service."""
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from reef_harness.errors import HarnessError
+
+KEY_FILE = Path("work/run/api-key")  # where a service with the default run directory keeps the key that it made
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+def find_key(url: str, token: str | None = None, key_file: Path = KEY_FILE) -> str | None:
+    """``token``, else REEF_API_KEY, else what ``key_file`` holds, which goes to services on this machine only.
+
+    None where there is none of them. Raises HarnessError where the file is there and cannot be read.
+    """
+    if given := token or os.environ.get("REEF_API_KEY"):
+        return given
+    if urlsplit(url).hostname not in _THIS_MACHINE:
+        return None
+    try:
+        return key_file.read_text(encoding="ascii").strip() or None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HarnessError(f"cannot read the key in {key_file}: {error}") from error
