@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from reef.config import Config, Section
+from reef.config import Config, Section, entries_of
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -38,6 +38,8 @@ def _section(section: type[Section], path: tuple[str, ...]) -> Iterator[str]:
         for name, field in leaves.items():
             yield f"| `{_kebab(name)}` | {_type(field.annotation)} | {_default(field)} | {field.description} |\n"
     for name, field in section.model_fields.items():
+        if (entry := entries_of(field.annotation)) is not None:
+            yield from _section(entry, (*path, f"{_kebab(name)}[]"))
         if _is_section(field):
             yield from _section(typing.cast("type[Section]", field.annotation), (*path, _kebab(name)))
 
@@ -67,6 +69,8 @@ def _type(annotation: object) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "(needed)"
     default = field.get_default(call_default_factory=True)
     if default is None:
         return "none"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from reef.config import Config
 
@@ -36,6 +36,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)  # memory, file descriptors, processor time
+        self.in_flight = Gauge("reef_in_flight", "Inference requests in work", registry=registry)
+        self.tasks = Gauge("reef_asyncio_tasks", "Tasks of the event loop", registry=registry)
         self.requests = Counter("reef_http_requests", "HTTP answers", ["route", "status"], registry=registry)
         self.request_seconds = Histogram(
             "reef_http_request_seconds", "Time to a whole answer", ["route"], buckets=_SECONDS, registry=registry

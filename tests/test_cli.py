@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from reef import cli
+from reef import cli, keys
+from reef.config import load
 from reef.errors import ConfigError
 from reef.ledger import scenarios
 from reef.ledger.ledger import Ledger
@@ -276,6 +277,16 @@ def test_a_run_directory_that_cannot_be_written_is_named(reef: Command, tmp_path
     assert (tmp_path / "file").read_bytes() == b""
 
 
+def test_a_key_that_others_may_have_read_ends_the_start(reef: Command) -> None:
+    reef.run_dir.mkdir()
+    key = keys.make_file(reef.run_dir / "api-key")
+    (reef.run_dir / "api-key").chmod(0o640)
+    status, output, errors = reef("serve")
+    assert status == 2
+    assert f"reef: {reef.run_dir}/api-key has mode 640, and others may have read the key: delete the file" in errors
+    assert key not in output + errors
+
+
 def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(reef: Command) -> None:
     reef.run_dir.mkdir()
     path = reef.run_dir / "ledger.db"
@@ -288,7 +299,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(reef: Command)
     status, _, errors = reef("serve")
     assert status == 1
     assert errors == (
-        "reef: the ledger has schema version 7, this Reef knows versions up to 2: "
+        "reef: the ledger has schema version 7, this Reef knows versions up to 3: "
         "use the Reef that wrote it, or a newer one\n"
     )
     assert path.read_bytes() == before
@@ -375,6 +386,34 @@ def test_an_error_of_the_service_is_shown_in_its_own_words_and_the_key_is_sent(
         ("/reef/reports/a%20b%2F%3F", "Bearer hunter2"),
         ("/reef/scenarios/maths/releases?limit=20", "Bearer from the environment"),
     ]
+
+
+def test_the_key_of_the_run_directory_is_sent_where_nothing_else_says_one_and_to_this_machine_alone(
+    reef: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REEF_API_KEY", raising=False)
+    seen: list[str | None] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(handler.headers.get("authorization"))
+        reply(404, b'{"error": {"message": "no scenario maths"}}')(handler)
+
+    with http_server(answer) as url:
+        reef("releases", "--url", url, "maths")
+        reef.run_dir.mkdir()
+        key = keys.make_file(reef.run_dir / "api-key")
+        reef("releases", "--url", url, "maths")
+        reef("releases", "--url", url, "--reef.token", "flag", "maths")
+        monkeypatch.setenv("REEF_API_KEY", "environment")
+        reef("releases", "--url", url, "maths")
+    assert seen == [None, f"Bearer {key}", "Bearer flag", "Bearer environment"]
+    monkeypatch.delenv("REEF_API_KEY")
+    config = load(None, ["--reef.run-dir", str(reef.run_dir)], {})
+    urls = ("http://localhost:1", "http://[::1]", "http://192.0.2.1")
+    assert [cli._key(url, config) for url in urls] == [key, key, None]
+    (reef.run_dir / "api-key").chmod(0o644)
+    status, _, errors = reef("releases", "--url", "http://127.0.0.1:9", "maths")
+    assert (status, "has mode 644" in errors) == (2, True)
 
 
 @pytest.mark.parametrize("words", [[], ["swim"], ["serve", "--fast"], ["why"], ["releases", "--limit", "many"]])

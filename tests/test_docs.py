@@ -48,9 +48,10 @@ def test_the_tree_of_the_readme_names_what_is_there() -> None:
 
 @pytest.fixture
 def house(make_service: Callable[..., Any]) -> Iterator[Any]:
-    """A service with the README's serve.yaml."""
-    service = make_service()
+    """A service with the README's serve.yaml, and a key of its own making."""
+    service = make_service("--reef.access", "key")
     service.start("-c", str(ROOT / "serve.yaml"))
+    service.client.headers["authorization"] = f"Bearer {(service.run_dir / 'api-key').read_text().strip()}"
     yield service
     service.end()
 
@@ -61,23 +62,25 @@ def test_the_commands_of_the_readme_do_what_it_says(house: Any) -> None:
     serve, ask, grade, traffic = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert serve.strip() == ".venv/bin/reef serve -c serve.yaml"
 
-    answer = run(ask, house.url)
+    answer = run(ask, house)
     assert "200 OK" in answer
     assert "x-reef-release-id: " in answer
     (receipt,) = re.findall(r"x-reef-agent-record-id: (rcp_\w+)", answer)
 
-    graded = json.loads(run(grade.replace("rcp_...", receipt), house.url))
+    graded = json.loads(run(grade.replace("rcp_...", receipt), house))
     assert graded["references"] == [receipt]
     assert graded["state"] == "pending"
 
-    releases = json.loads(run(traffic, house.url).splitlines()[-1])["releases"]
+    releases = json.loads(run(traffic, house).splitlines()[-1])["releases"]
     assert [release["step"] for release in releases[:3]] == [2, 1, 0]
     assert house.chat().headers["x-reef-release-id"] == releases[0]["release_id"]
 
 
-def run(commands: str, url: str) -> str:
+def run(commands: str, service: Any) -> str:
     """What a block of the README prints, with this service and this Python in place of its own."""
-    commands = commands.replace(README_URL, url).replace(".venv/bin/python", f"'{sys.executable}'")
+    commands = commands.replace(README_URL, service.url).replace(".venv/bin/python", f"'{sys.executable}'")
+    commands = commands.replace("work/run/api-key", f"'{service.run_dir}/api-key'")
+    commands = commands.replace(" --releases", f" --run-dir '{service.run_dir}' --releases")
     done = subprocess.run(["bash", "-ec", commands], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

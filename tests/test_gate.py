@@ -144,7 +144,7 @@ def test_a_candidate_that_no_engine_loads_is_quarantined(house: House) -> None:
     [
         ("print('working'); print('{\"accuracy\": 0.9, \"invalid_rate\": 0.01}')", "released"),
         ("print('{\"accuracy\": 0.1}')", "rejected"),
-        ("import os, sys; sys.exit('no ' + os.environ['REEF_RELEASE'])", "pending"),
+        ("import os, sys; sys.exit('no ' + os.environ['REEF_RELEASE'] + os.environ['REEF_API_KEY'])", "pending"),
     ],
 )
 def test_the_command_measures_what_is_held(tmp_path: Path, script: str, outcome: str) -> None:
@@ -152,13 +152,13 @@ def test_the_command_measures_what_is_held(tmp_path: Path, script: str, outcome:
 
     async def live() -> None:
         await house.open()
-        house.dispatcher.gate.url = "http://127.0.0.1:1"
+        house.dispatcher.gate.url, house.dispatcher.gate.key = "http://127.0.0.1:1", "the-key-of-the-command"
         house.run()
         await house.grade()
         if outcome == "pending":
             release = await held(house)
             await house.until(lambda: house.dispatcher.gate.error is not None)
-            expected = f"{release.id} stays held: evaluation.command ended with 1: no {release.id}"
+            expected = f"{release.id} stays held: evaluation.command ended with 1: no {release.id}**********"
             assert house.dispatcher.gate.error == expected
         else:
             await house.until(lambda: house.dispatcher.progress.phase == "waiting" and len(house.engines.loads) == 1)

@@ -133,6 +133,7 @@ import json, os, sys, urllib.request
 release = os.environ["REEF_RELEASE"]
 body = {"messages": [{"role": "user", "content": "2+3="}], "max_tokens": 8}
 headers = {"content-type": "application/json", "x-reef-release": release, "x-reef-purpose": "eval"}
+headers["authorization"] = "Bearer " + os.environ["REEF_API_KEY"]
 request = urllib.request.Request(os.environ["REEF_URL"] + "/v1/chat/completions", json.dumps(body).encode(), headers)
 with urllib.request.urlopen(request, timeout=30) as answer:
     assert answer.headers["x-reef-release-id"] == release
@@ -148,8 +149,9 @@ def test_a_gate_lets_through_what_passes_and_takes_back_what_does_not(
     script.write_text(MEASURE)
     command = json.dumps([sys.executable, str(script)])
     gate = ("--evaluation.gate", "{accuracy: {min: 0.5}}", "--evaluation.command", command)
-    service = make_service(*SETTINGS, *gate)
+    service = make_service(*SETTINGS, *gate, "--reef.access", "key")
     service.start()
+    service.client.headers["authorization"] = f"Bearer {(service.run_dir / 'api-key').read_text().strip()}"
     train(service, "group 1")
     until(lambda: served(service).endswith("1"), "the first release passes")
     candidate = service.status()["engines"][1]

@@ -13,8 +13,9 @@ import numpy as np
 import orjson
 
 from reef.errors import BadRequestError, EngineError
-from reef.types import FinishReason, Generation, Ids, Span
+from reef.types import FinishReason, Generation, Span
 
+_MINUS_INF = float("-inf")  # null in an engine's JSON, which has no name for it
 MAX_ERROR_CHARS = 500  # of an engine's error body that is passed on
 
 
@@ -33,9 +34,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class Progress:
-    """What a stream has brought of one choice."""
+    """What a stream has brought of one choice: ids, and as many log-probabilities."""
 
     ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[float, int], ...]] = field(default_factory=list)  # as many, or none
     spans: tuple[Span, ...] = ()
     ended: bool = False
 
@@ -68,7 +71,10 @@ def raise_for_event(answer: Mapping[str, Any]) -> None:
 
 
 def chunk_of(answer: Mapping[str, Any], choices: Sequence[Progress], reproducible: bool, undisturbed: bool) -> Chunk:
-    """One server-sent event, whose ids and log-probabilities count from the start of the choice; moves its progress.
+    """One server-sent event: all tokens of a choice so far, or those that are new; moves its progress.
+
+    Which of the two it is its counts say. With `--incremental-streaming-output`, which Reef starts its engines with,
+    each token comes once, and a stream takes time in proportion to its length.
 
     Args:
         reproducible: as in Generation.
@@ -81,74 +87,103 @@ def chunk_of(answer: Mapping[str, Any], choices: Sequence[Progress], reproducibl
     if not 0 <= index < len(choices) or choices[index].ended:
         raise EngineError(f"the engine streamed choice {index}, which was not asked for or had ended")
     choice, meta = choices[index], answer["meta_info"]
-    start = len(choice.ids)
-    ids, entries, tops = _tokens(answer, start)
-    ends = meta.get("finish_reason") is not None
-    if len(ids) < start or (ends and ids[:start] != choice.ids):
-        raise EngineError(f"the engine streamed {start} ids and then {len(ids)} that do not begin with them")
-    choice.spans = _spans(meta, len(ids), undisturbed) if ends else _spans_so_far(meta, len(ids), undisturbed, choice)
-    choice.ids += ids[start:]
-    choice.ended = ends
+    finish = meta.get("finish_reason")
+    new = _new_tokens(answer, choice)
+    choice.ids += new.ids
+    choice.logprobs += new.logprobs
+    choice.top_logprobs += new.top_logprobs
+    spans = _spans if finish is not None else _spans_so_far
+    choice.spans = spans(meta, len(choice.ids), undisturbed, choice)
+    choice.ended = finish is not None
     return Chunk(
         choice=index,
-        ids=ids[start:],
-        logprobs=[_logprob(entry) for entry in entries[start:]],
-        top_logprobs=[_top(entry) for entry in tops[start:]],
+        ids=new.ids,
+        logprobs=new.logprobs,
+        top_logprobs=new.top_logprobs,
         spans=choice.spans,
         reproducible=reproducible,
-        generation=generation_of(answer, reproducible, undisturbed) if ends else None,
+        generation=_generation(choice, finish, reproducible) if choice.ended else None,
     )
 
 
 def generation_of(answer: Mapping[str, Any], reproducible: bool, undisturbed: bool) -> Generation:
-    """A choice that has ended; as `chunk_of`."""
-    ids, entries, tops = _tokens(answer)
-    meta = answer["meta_info"]
-    finish: Mapping[str, Any] = meta.get("finish_reason") or {}
+    """A choice that has ended, in one answer; as `chunk_of`."""
+    chunk = chunk_of({**answer, "index": 0}, [choice := Progress()], reproducible, undisturbed)
+    return chunk.generation or _generation(choice, None, reproducible)
+
+
+def _generation(choice: Progress, finish: Mapping[str, Any] | None, reproducible: bool) -> Generation:
+    finish = finish or {}
     try:
         reason = FinishReason(str(finish.get("type")))
     except ValueError:
         raise EngineError(f"the engine returned no known finish reason: {finish!r}") from None
+    if choice.top_logprobs and len(choice.top_logprobs) != len(choice.ids):
+        raise EngineError(
+            f"the engine returned {len(choice.ids)} ids and {len(choice.top_logprobs)} lists of top log-probabilities"
+        )
     return Generation(
-        output_ids=_ids(ids),
-        logprobs=np.asarray([_logprob(entry) for entry in entries], dtype=np.float32),
+        output_ids=np.asarray(choice.ids, dtype=np.int32),
+        logprobs=np.asarray(choice.logprobs, dtype=np.float32),
         finish_reason=reason,
-        spans=_spans(meta, len(ids), undisturbed),
+        spans=choice.spans,
         matched=finish.get("matched"),
-        top_logprobs=tuple(_top(entry) for entry in tops),
+        top_logprobs=tuple(choice.top_logprobs),
         reproducible=reproducible,
     )
 
 
-def _tokens(answer: Mapping[str, Any], start: int = 0) -> tuple[list[int], list[Any], list[Any]]:
-    """Ids, and an entry (log-probability, id, ...) for each; top log-probabilities for each, or none at all.
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What one event adds to a choice: ids, a log-probability for each; top log-probabilities for each, or none."""
 
-    Those before `start` were checked when an earlier event of the stream brought them.
-    """
-    ids, meta = answer.get("output_ids"), answer["meta_info"]
+    ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[tuple[tuple[float, int], ...]]
+
+
+def _new_tokens(answer: Mapping[str, Any], choice: Progress) -> _Tokens:
+    """Those before were checked when an earlier event of the stream brought them."""
+    ids, meta, start = answer.get("output_ids"), answer["meta_info"], len(choice.ids)
     if not isinstance(ids, list):
         raise EngineError("the engine returned no token ids")
-    if meta.get("completion_tokens", len(ids)) != len(ids):
-        raise EngineError(f"the engine returned {len(ids)} of {meta['completion_tokens']} ids")
+    total = meta.get("completion_tokens", len(ids))
+    if _repeats_its_last(ids, meta, choice):
+        return _Tokens([], [], [])
+    if start and start + len(ids) == total:
+        first = 0  # only what is new
+    elif len(ids) == total:
+        first = start
+        if total < start or (meta.get("finish_reason") is not None and ids[:start] != choice.ids):
+            raise EngineError(f"the engine streamed {start} ids and then {total} that do not begin with them")
+    else:
+        before = f", after {start}" if start else ""
+        raise EngineError(f"the engine returned {len(ids)} of {total} ids{before}")
     entries = meta.get("output_token_logprobs") or []
     if len(entries) != len(ids):
         raise EngineError(f"the engine returned {len(ids)} ids and {len(entries)} log-probabilities")
-    new = zip(entries[start:], ids[start:], strict=True)
-    if any(type(token) is not int or entry[1] != token for entry, token in new):
+    ids, entries = ids[first:], entries[first:]
+    if [entry[1] for entry in entries] != ids or not set(map(type, ids)) <= {int}:
         raise EngineError("the engine's log-probabilities belong to other ids than those it returned")
     tops = meta.get("output_top_logprobs") or []
-    if tops and len(tops) != len(ids):
-        raise EngineError(f"the engine returned {len(ids)} ids and {len(tops)} lists of top log-probabilities")
-    return ids, entries, tops
+    if tops and len(tops) != first + len(ids):
+        raise EngineError(f"the engine returned {first + len(ids)} ids and {len(tops)} lists of top log-probabilities")
+    return _Tokens(
+        ids,
+        [_MINUS_INF if entry[0] is None else float(entry[0]) for entry in entries],
+        [_top(entry) for entry in tops[first:]],
+    )
 
 
-def _ids(ids: Sequence[int]) -> Ids:
-    return np.asarray(ids, dtype=np.int32)
+def _repeats_its_last(ids: Sequence[int], meta: Mapping[str, Any], choice: Progress) -> bool:
+    """How SGLang ends an incremental stream that it aborts while the request waits: nothing new, the last id again."""
+    finish = meta.get("finish_reason")
+    aborted = isinstance(finish, dict) and finish.get("type") == FinishReason.ABORT.value
+    return aborted and len(choice.ids) > 1 and len(ids) == 1 and meta.get("completion_tokens") == len(choice.ids)
 
 
 def _logprob(entry: Sequence[Any]) -> float:
-    """An engine that writes JSON has no -inf: it is null there."""
-    return float("-inf") if entry[0] is None else float(entry[0])
+    return _MINUS_INF if entry[0] is None else float(entry[0])
 
 
 def _top(entry: Sequence[Sequence[Any]] | None) -> tuple[tuple[float, int], ...]:
@@ -164,10 +199,10 @@ def _spans_so_far(meta: Mapping[str, Any], num_tokens: int, undisturbed: bool, c
     changed = any(span.release_id != meta.get("weight_version") for span in choice.spans)
     if not meta.get("weight_versions") and (changed or not undisturbed):
         return choice.spans
-    return _spans(meta, num_tokens, undisturbed)
+    return _spans(meta, num_tokens, undisturbed, choice)
 
 
-def _spans(meta: Mapping[str, Any], num_tokens: int, undisturbed: bool) -> tuple[Span, ...]:
+def _spans(meta: Mapping[str, Any], num_tokens: int, undisturbed: bool, _choice: Progress) -> tuple[Span, ...]:
     """Those of all tokens. `undisturbed`: no pause began since they were asked for, so one version made all."""
     listed = meta.get("weight_versions")
     if not listed:

@@ -32,7 +32,7 @@ from reef.engines.answers import (
     message_of,
     raise_for_event,
 )
-from reef.errors import BadRequestError, EngineError
+from reef.errors import BadRequestError, EngineError, EngineTimeoutError
 from reef.types import Bucket, Floats, Generation, Request, Sampling
 
 MAX_EVENT_BYTES = 64 * 2**20  # one event of a stream: all tokens of a choice so far
@@ -57,9 +57,13 @@ class EngineClient:
         self.url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=10)
         # No limit here: how many requests are in work is bounded by reef.max-in-flight.
+        # Nothing is looked up or built for a request that no engine uses: cookies, what the client is and accepts.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            headers={"authorization": f"Bearer {key}"} if key is not None else None,
+            headers=_JSON if key is None else {**_JSON, "authorization": f"Bearer {key}"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
+            timeout=self._timeout,
         )
         self.group: str | None = None  # that the engine joined last, and has not left
         self._pauses = _Pauses()
@@ -76,6 +80,7 @@ class EngineClient:
 
         Raises:
             BadRequestError: the engine refused the request (too long, an unsupported sampling field).
+            EngineTimeoutError: it took longer than it may.
             EngineError: it failed, or its answer cannot be a record.
         """
         if request.n > 1:  # SGLang gives choices ids of its own: only the end of a stream aborts all of them
@@ -106,9 +111,7 @@ class EngineClient:
         if interval is not None:
             payload["sampling_params"]["stream_interval"] = interval
         with self._failures("/generate"):
-            async with self._session.post(
-                f"{self.url}/generate", data=orjson.dumps(payload), headers=_JSON, timeout=self._timeout
-            ) as response:
+            async with self._session.post(f"{self.url}/generate", data=orjson.dumps(payload)) as response:
                 await _raise_for_status(response)
                 while line := await response.content.readline(max_line_length=MAX_EVENT_BYTES):
                     if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -283,7 +286,7 @@ class EngineClient:
         timeout = self._timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
         with self._failures(route):
             async with self._session.post(
-                f"{self.url}{route}", data=orjson.dumps(payload), headers=_JSON, timeout=timeout
+                f"{self.url}{route}", data=orjson.dumps(payload), timeout=timeout
             ) as response:
                 await _raise_for_status(response)
                 body = await response.read()
@@ -298,7 +301,7 @@ class EngineClient:
         try:
             yield
         except TimeoutError as error:
-            raise EngineError(f"the engine at {self.url} did not answer {route} in time") from error
+            raise EngineTimeoutError(f"the engine at {self.url} did not answer {route} in time") from error
         except orjson.JSONDecodeError as error:
             raise EngineError(f"the engine at {self.url} answered {route} with broken JSON: {error}") from error
         except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
@@ -351,6 +354,7 @@ def _sampling_params(sampling: Sampling, n: int) -> dict[str, Any]:
         "stop_token_ids": (list(sampling.stop_token_ids), bool(sampling.stop_token_ids)),
         "ignore_eos": (True, sampling.ignore_eos),
         "sampling_seed": (sampling.seed, sampling.seed is not None),
+        "json_schema": (sampling.json_schema, sampling.json_schema is not None),
     }
     params.update({name: value for name, (value, is_set) in optional.items() if is_set})
     return params

@@ -72,7 +72,7 @@ class EmbeddedLaunch:
         self.command += ["--host", site.host, "--port", "0", "--port-file", str(self._port_file)]
         if site.key is not None:
             self.command += ["--api-key-file", site.write_key(directory, "{key}")]
-        self.command += ["--parent-pid", str(os.getpid())]
+        self.command += ["--parent-pid", str(os.getpid()), "--incremental-streaming-output"]
         if config.inference.context_length is not None:
             self.command += ["--context-length", str(config.inference.context_length)]
         self.command += flags(config.inference.options)

@@ -1,43 +1,54 @@
 """The ASGI application: routes, one place where errors become answers, one middleware around all of it."""
 
-import secrets
 import time
 import uuid
 from contextlib import nullcontext
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reef.errors import BusyError, ReefError, UnauthorizedError
-from reef.service import deletion, openai, reports, scenarios, status
-from reef.service.errors import fault, on_http_error, on_reef_error, to_response
+from reef.errors import ReefError
+from reef.service import anthropic, browsers, deletion, openai, records, reports, responses, scenarios, status
+from reef.service.document import complete
+from reef.service.errors import fault, is_anthropic, on_http_error, on_reef_error, to_response
 from reef.service.house import House
+from reef.service.prefix import without_prefix
 
+# Each with a router; `access.NEEDS` has a line for each route.
+ROOMS = (anthropic, deletion, openai, records, reports, responses, scenarios, status)
 INFERENCE = "/v1/"  # routes that keep a request in work; counted before their bodies are read
-OPEN_ROUTES = ("/healthz", "/readyz")  # no key asked: a supervisor has none
 
 
 def create_app(house: House) -> FastAPI:
     """The application of one house. It starts nothing: see `reef/service/run.py`."""
-    app = FastAPI(title="Reef", version="0.1.0", docs_url=None, redoc_url=None)
+    app = _App(title="Reef", version="0.1.0", docs_url=None, redoc_url=None)
     app.state.house = house
     app.add_exception_handler(ReefError, on_reef_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    for module in (deletion, openai, reports, scenarios, status):
-        app.include_router(module.router)
+    for room in ROOMS:
+        app.include_router(room.router)
     app.add_middleware(Door, house=house)
     return app
 
 
+class _App(FastAPI):
+    """FastAPI with a document that says what our routes do."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = complete(super().openapi())
+        return self.openapi_schema
+
+
 class Door:
-    """Key, bound of requests in work, request id, metrics, what nobody expected. Plain ASGI: streams pass untouched."""
+    """Who asks, bound of requests in work, request id, metrics, what nobody expected. ASGI: streams pass untouched."""
 
     def __init__(self, app: ASGIApp, house: House) -> None:
-        token = house.config.reef.token
         self._app = app
-        self._token = token.get_secret_value().encode() if token is not None else None
+        self._access = house.access
         self._metrics = house.metrics
         self._house = house
 
@@ -47,23 +58,28 @@ class Door:
             return
         started = time.perf_counter()
         headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = scope["reef.request_id"] = headers.get("x-request-id") or uuid.uuid4().hex
+        id_headers = (b"x-request-id", b"request-id") if is_anthropic(scope) else (b"x-request-id",)
         status: int | None = None  # until an answer has begun
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("latin-1", "replace"))]
+                encoded = request_id.encode("latin-1", "replace")
+                message["headers"] = [*message["headers"], *((name, encoded) for name in id_headers)]
             await send(message)
 
         try:
-            if self._token is not None and scope["path"] not in OPEN_ROUTES:
-                self._check_key(headers)
+            browsers.refuse_other_sites(headers, self._access.open)
+            scope = without_prefix(scope)
+            scope["reef.caller"] = self._access.admit(scope)
             with self._house.admit() if scope["path"].startswith(INFERENCE) else nullcontext():
                 await self._app(scope, receive, send_with_id)
-        except (UnauthorizedError, BusyError) as error:
-            await to_response(error)(scope, receive, send_with_id)
+        except ReefError as error:  # of this door: those of routes are answered inside
+            if status is not None:
+                raise
+            await to_response(error, scope)(scope, receive, send_with_id)
         except Exception as error:
             if status is not None:
                 raise
@@ -72,11 +88,3 @@ class Door:
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.requests.labels(route, str(status or 500)).inc()
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - started)
-
-    def _check_key(self, headers: Headers) -> None:
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        given = key if kind.lower() == "bearer" else headers.get("x-api-key", "")
-        if not given:
-            raise UnauthorizedError("a key is needed: Authorization: Bearer KEY", code="missing_api_key")
-        if self._token is None or not secrets.compare_digest(given.encode(), self._token):
-            raise UnauthorizedError("the key is not the configured one")

@@ -7,9 +7,11 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from reef.errors import BadRequestError, CheckpointNeededError
-from reef.ledger import deletion, scenarios
+from reef.errors import BadRequestError, CheckpointNeededError, NotFoundError
+from reef.ledger import deletion, receipts, scenarios
 from reef.ledger.deletion import PAGE, Deleted
+from reef.service.access import require_visible
+from reef.service.document import answers, query
 from reef.service.house import House
 from reef.service.http import house_of, json_response
 
@@ -17,15 +19,17 @@ router = APIRouter()
 MAX_CHECKPOINTS = 3  # written for one page; training goes on meanwhile, so that one more may be needed
 
 
-@router.delete("/reef/receipts/{receipt_id}")
+@router.delete("/reef/receipts/{receipt_id:path}", responses=answers(404, 409, 503))
 async def delete_receipt(receipt_id: str, http: HttpRequest) -> Response:
     """A receipt, its whole request, and every later turn."""
     house = _ready(http)
     request_ids = await house.ledger.read(deletion.of_receipt, receipt_id)
+    left = await house.ledger.read(receipts.skeleton, receipt_id)
+    require_visible(http, left.scenario, NotFoundError(f"no receipt {receipt_id}", code="receipt_not_found"))
     return json_response({"deleted": await _delete(house, request_ids, "receipt")})
 
 
-@router.delete("/reef/scenarios/{name}/sessions/{session:path}")
+@router.delete("/reef/scenarios/{name}/sessions/{session:path}", responses=answers(404, 409, 503))
 async def delete_session(name: str, session: str, http: HttpRequest) -> Response:
     """All receipts of a session, and every later turn."""
     house = _ready(http)
@@ -34,7 +38,11 @@ async def delete_session(name: str, session: str, http: HttpRequest) -> Response
     return json_response({"deleted": await _delete(house, request_ids, "session")})
 
 
-@router.delete("/reef/scenarios/{name}/receipts")
+@router.delete(
+    "/reef/scenarios/{name}/receipts",
+    openapi_extra={"parameters": [query("confirm", "The scenario's name once more", type="string")]},
+    responses=answers(400, 404, 409, 503),
+)
 async def delete_scenario(name: str, http: HttpRequest) -> Response:
     """All receipts of a scenario that are there by now. The name must be said twice: `?confirm=NAME`."""
     house = _ready(http)

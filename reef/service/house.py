@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection
 from starlette.requests import Request as HttpRequest
 
+from reef.chat.dialect import Dialect
 from reef.chat.template import Template
 from reef.config import SCENARIO_NAME, Config
 from reef.engines.pool import Engines
@@ -19,6 +20,8 @@ from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
 from reef.ledger.scenarios import Scenario
 from reef.observe import Metrics, log
+from reef.service.access import Access, caller, require_scenario
+from reef.service.turns import Turns
 from reef.storage import Storage
 
 if TYPE_CHECKING:
@@ -36,7 +39,10 @@ class House:
     ledger: Ledger
     engines: Engines
     template: Template
+    dialect: Dialect
+    turns: Turns
     metrics: Metrics
+    access: Access
     storage: Storage | None = None
     dispatcher: "Dispatcher | None" = None
     waiting_for: str | None = "the engine and the trainer"  # None once ready
@@ -65,14 +71,30 @@ class House:
             raise UnavailableError(f"not ready: {self.failure or f'starting {self.waiting_for}'}", retry_after_s=2)
         return self.storage
 
-    async def scenario_of(self, http: HttpRequest) -> Scenario:
-        """The scenario that a request names by header (or the one that trains), created where that is allowed.
+    def scenario_name(self, http: HttpRequest) -> str:
+        """The scenario that a request names by header; else the one that its key is bound to, else the one that trains.
 
         Raises:
+            ForbiddenError: the key is bound to others.
+        """
+        name = (
+            http.headers.get("x-reef-scenario")
+            or caller(http).only_scenario
+            or self.config.recipe.scenario
+            or DEFAULT_SCENARIO
+        )
+        require_scenario(http, name)
+        return name
+
+    async def scenario_of(self, http: HttpRequest) -> Scenario:
+        """The scenario of a request (`scenario_name`), created where that is allowed.
+
+        Raises:
+            ForbiddenError: the key is bound to others.
             NotFoundError: it is unknown and `reef.implicit-scenarios` is off.
             ConflictError: `x-reef-recipe` is not its recipe.
         """
-        name = http.headers.get("x-reef-scenario") or self.config.recipe.scenario or DEFAULT_SCENARIO
+        name = self.scenario_name(http)
         recipe = http.headers.get("x-reef-recipe")
         scenario = self._known.get(name)
         if scenario is None:
@@ -129,6 +151,7 @@ class House:
     def count_deleted(self, num_receipts: int, reason: str) -> None:
         """The content of receipts was deleted: by receipt, session or scenario as asked, or by age or size."""
         if num_receipts:
+            self.turns.forget()
             self.num_deleted[reason] += num_receipts
             self.metrics.deleted.labels(reason).inc(num_receipts)
             log.info("deleted the content of %d receipts (%s)", num_receipts, reason)

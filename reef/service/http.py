@@ -5,10 +5,11 @@ from typing import Any
 
 import orjson
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from reef.errors import TooLargeError
+from reef.errors import ClientGoneError, TooLargeError
 from reef.service.house import House
 
 
@@ -18,17 +19,38 @@ def house_of(http: HttpRequest) -> House:
     return house
 
 
-async def read_body(http: HttpRequest) -> bytes:
-    """The whole body. Raises TooLargeError as soon as it is over `reef.max-body-bytes`."""
-    limit = house_of(http).config.reef.max_body_bytes
+async def read_body(http: HttpRequest, limit: int | None = None) -> bytes:
+    """The whole body.
+
+    Raises:
+        TooLargeError: as soon as it is over `limit` bytes, which is `reef.max-body-bytes`.
+        ClientGoneError: the client went away before it was whole.
+    """
+    known = "" if limit is not None else " (reef.max-body-bytes)"
+    if limit is None:
+        limit = house_of(http).config.reef.max_body_bytes
     chunks: list[bytes] = []
     size = 0
-    async for chunk in http.stream():
-        size += len(chunk)
-        if size > limit:
-            raise TooLargeError(f"the body is larger than {limit} bytes (reef.max-body-bytes)")
-        chunks.append(chunk)
+    try:
+        async for chunk in http.stream():
+            size += len(chunk)
+            if size > limit:
+                raise TooLargeError(f"the body is larger than {limit} bytes{known}")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ClientGoneError("the client closed its connection before its request was whole") from None
     return b"".join(chunks)
+
+
+def check_num_messages(house: House, num_messages: int, param: str = "messages") -> None:
+    """Raises TooLargeError over `reef.max-messages`; `param` is the field that holds them."""
+    limit = house.config.reef.max_messages
+    if num_messages > limit:
+        raise TooLargeError(
+            f"{param}: {num_messages} messages, at most {limit} are taken (reef.max-messages)",
+            param=param,
+            code="too_many_messages",
+        )
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -36,13 +58,12 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI for a body that we parse ourselves (to keep its bytes and to name unknown fields)."""
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": model.model_json_schema(ref_template="#/components/schemas/{model}")}
-            },
-        }
-    }
+def body_schema(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
+    """OpenAPI for a body that we parse ourselves (to keep its bytes and to name unknown fields).
+
+    Not `required`: no body means an empty object. `document.complete` puts the parts of it where its `$ref`s point.
+    """
+    name = model.__name__
+    schema = model.model_json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
+    schema["$defs"] = {f"{name}.{part}": value for part, value in schema.get("$defs", {}).items()}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}

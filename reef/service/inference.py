@@ -1,121 +1,236 @@
-"""From a checked request to receipts: engine, record, answer. Nothing leaves before its receipts are durable.
+"""From a checked request to receipts: place, engine, record, answer. Nothing leaves before its receipts are durable.
 
-run_whole:   engine.generate -> receipts -> ledger -> (the route answers)
-run_stream:  engine.stream -> text deltas ... -> receipts -> ledger -> the last event
+    ask_chat | ask_text   conversation or ids -> Work: the engine's request, and how its answers are read
+    run_whole             engine.generate -> receipts -> ledger -> Answers
+    run_stream            engine.stream -> Pieces ... -> receipts -> ledger -> Answers
+
+Whatever API a request came through, this is the same; `openai.py`, `anthropic.py` and `responses.py` give it its shape.
 """
 
 import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
 
+from reef.chat.conversation import Conversation
+from reef.chat.dialect import read_whole
+from reef.chat.reply import Delta, PlainParser, Reply, ReplyParser
+from reef.chat.template import cut_at_stop
 from reef.engines.answers import Chunk
 from reef.engines.client import EngineClient
-from reef.errors import BadRequestError, EngineError, ReefError
+from reef.errors import BadRequestError, ClientGoneError, EngineError, ReefError
 from reef.faults import reach
 from reef.ledger import receipts
 from reef.observe import log
+from reef.service.access import caller
 from reef.service.house import House
-from reef.service.wire import SamplingBody
+from reef.service.turns import Named, Place
 from reef.storage import is_release
 from reef.types import PURPOSES, FinishReason, Generation, Ids, Receipt, Request, Sampling
 
 T = TypeVar("T")
-Item = Chunk | Sequence[Receipt]  # of a stream: chunks, then the receipts of all choices
 TAG_PREFIX = "x-reef-tag-"
 
 
-class ClientGoneError(ReefError):
-    """The client closed its connection; nobody reads the answer."""
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a route wants sampled. `sampling.max_tokens` 0 means all that the context leaves."""
 
-    status = 499
-    code = "client_gone"
+    api: str  # chat | completions | messages | responses
+    body: bytes  # the client's JSON as it came
+    sampling: Sampling
+    n: int = 1
+    top_logprobs: int = 0
+    named: Named | None = None  # the turn that it must continue, where the body names one
+    cut_to_context: bool = False  # a `max_tokens` over what the context leaves means all of it; else it is refused
 
 
-async def prepare(
-    house: House,
-    http: HttpRequest,
-    raw: bytes,
-    api: str,
-    prompt_ids: Ids,
-    body: SamplingBody,
-    limit: int | None,
-    top_logprobs: int,
-) -> Request:
-    """The request as engines and ledger see it. Raises BadRequestError where it cannot fit the model."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A request on its way: what the engine gets, and how its answers are read."""
+
+    request: Request
+    place: Place | None  # of a chat
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What one choice gained: tokens, and what of its reply is certain by now."""
+
+    chunk: Chunk
+    deltas: Sequence[Delta]
+    reply: Reply | None  # the whole of it, on its last piece only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """One choice, recorded."""
+
+    receipt: Receipt
+    reply: Reply
+
+
+Item = Piece | Sequence[Answer]  # of a stream: pieces, then the answers of all choices
+
+
+async def ask_chat(house: House, http: HttpRequest, ask: Ask, conversation: Conversation) -> Work:
+    """A conversation as engines and ledger see it.
+
+    Raises:
+        BadRequestError: it cannot be rendered, or does not fit the model.
+        NotFoundError, GoneError, ConflictError: it names a turn that it does not continue.
+    """
+    place = await place_chat(house, http, conversation, ask.named)
+    return Work(await _request(house, http, ask, place), place, conversation.tools)
+
+
+async def place_chat(house: House, http: HttpRequest, conversation: Conversation, named: Named | None = None) -> Place:
+    """The prompt of a conversation. Raises what `ask_chat` raises."""
+    name = house.scenario_name(http)
+    return await house.turns.place(conversation, name, caller(http).name, _session(http), _named(http, named))
+
+
+async def ask_text(house: House, http: HttpRequest, ask: Ask, prompt_ids: Ids) -> Work:
+    """Plain ids as engines and ledger see them. Raises what `ask_chat` raises."""
+    place = Place(prompt_ids, "")
+    if (named := _named(http, ask.named)) is not None:
+        place = await house.turns.continue_ids(prompt_ids, house.scenario_name(http), named)
+    return Work(await _request(house, http, ask, place), None)
+
+
+async def run_whole(house: House, http: HttpRequest, work: Work) -> Sequence[Answer]:
+    """Sample all choices and record them. A client that goes away aborts the work on the engine."""
+    async with _engine(house, http, work.request) as engine:
+        generations = await unless_gone(http, asyncio.create_task(engine.generate(work.request)))
+    keep = house.dialect.keep if work.place is not None else frozenset()
+    texts = await house.template.decode_all([generation.output_ids for generation in generations], keep)
+    replies = [
+        read_whole(_parser(house, work, choice), cut_at_stop(text, generation.matched))
+        for choice, (text, generation) in enumerate(zip(texts, generations, strict=True))
+    ]
+    return await _record(house, work, generations, replies)
+
+
+async def run_stream(house: House, http: HttpRequest, work: Work) -> AsyncGenerator[Item]:
+    """Pieces as they come, then the answers. Closed early (a client gone), what was sampled is kept as aborted."""
+    readers = [_Reader(house, work, choice) for choice in range(work.request.n)]
+    try:
+        async with (
+            _engine(house, http, work.request) as engine,
+            contextlib.aclosing(engine.stream(work.request)) as all,
+        ):
+            async for chunk in all:
+                yield readers[chunk.choice].read(chunk)
+    except (GeneratorExit, asyncio.CancelledError):
+        kept = [reader.finished or _aborted(reader.chunks) for reader in readers]
+        if any(len(generation.output_ids) for generation in kept):
+            house.keep(asyncio.create_task(_record_aborted(house, work, kept)))
+        raise
+    finished = [reader.finished for reader in readers if reader.finished is not None]
+    yield await _record(house, work, finished, [reader.parser.reply for reader in readers])
+
+
+class _Reader:
+    """Text and parts of one choice as its tokens come."""
+
+    def __init__(self, house: House, work: Work, choice: int) -> None:
+        self.parser = _parser(house, work, choice)
+        self.chunks: list[Chunk] = []
+        self.finished: Generation | None = None
+        self._detokenizer = house.dialect.detokenizer(work.request.sampling.stop, plain=work.place is None)
+
+    def read(self, chunk: Chunk) -> Piece:
+        self.chunks.append(chunk)
+        if chunk.generation is None:
+            return Piece(chunk, self.parser.push(self._detokenizer.push(chunk.ids)), None)
+        self.finished = chunk.generation
+        last = self._detokenizer.finish(chunk.ids, chunk.generation.matched)
+        deltas = [*self.parser.push(last), *self.parser.finish()]
+        return Piece(chunk, deltas, self.parser.reply)
+
+
+def _parser(house: House, work: Work, choice: int) -> ReplyParser:
+    if work.place is None:
+        return PlainParser()
+    return house.dialect.reader(work.tools, f"{work.request.id}/{choice}", work.request.prompt_ids)
+
+
+async def _request(house: House, http: HttpRequest, ask: Ask, place: Place) -> Request:
     purpose = http.headers.get("x-reef-purpose", "train")
     if purpose not in PURPOSES:
         raise BadRequestError(f"x-reef-purpose: expected one of {PURPOSES}, got {purpose!r}", param="x-reef-purpose")
-    sampling = body.sampling(_max_tokens(house, prompt_ids, limit))
+    sampling = replace(ask.sampling, max_tokens=_max_tokens(house, place.prompt_ids, ask))
     _check_stop_ids(house, sampling)
     scenario = await house.scenario_of(http)  # last: a request that is refused creates none
-    if house.config.inference.sampling == "neutral" and sampling.inexact_reason() not in (None, "greedy"):
+    if house.config.inference.sampling == "neutral" and sampling != (neutral := sampling.neutralised()):
         house.metrics.neutralised.inc()
-        sampling = sampling.neutralised()
+        sampling = neutral
     return Request(
         id=f"req_{uuid.uuid4().hex}",
         scenario=scenario.name,
-        api=api,
-        prompt_ids=prompt_ids,
+        api=ask.api,
+        prompt_ids=place.prompt_ids,
         sampling=sampling,
-        n=body.n or 1,
-        body=raw,
+        n=ask.n,
+        body=ask.body,
         created_at=time.time(),
         purpose=purpose,
-        session=http.headers.get("x-reef-session") or http.headers.get("x-session-id"),
+        session=_session(http),
+        parent=place.parent,
+        continued_by=place.continued_by,
         tags={name[len(TAG_PREFIX) :]: value for name, value in http.headers.items() if name.startswith(TAG_PREFIX)},
-        top_logprobs=top_logprobs,
-        template_digest=house.template.template_digest if api == "chat" else None,
+        top_logprobs=ask.top_logprobs,
+        template_digest=house.template.template_digest if ask.api != "completions" else None,
         tokenizer_digest=house.template.tokenizer_digest,
     )
 
 
-async def run_whole(house: House, http: HttpRequest, request: Request) -> Sequence[Receipt]:
-    """Sample all choices and record them. A client that goes away aborts the work on the engine."""
-    async with _engine(house, http, request) as engine:
-        generations = await unless_gone(http, asyncio.create_task(engine.generate(request)))
-    return await _record(house, request, generations)
+def _session(http: HttpRequest) -> str | None:
+    names = ("x-reef-session", "x-session-id", "session-id")  # ours, many agents', codex's
+    return next((value for name in names if (value := http.headers.get(name))), None)
 
 
-async def run_stream(house: House, http: HttpRequest, request: Request) -> AsyncGenerator[Item]:
-    """Chunks as they come, then the receipts. Closed early (a client gone), what was sampled is kept as aborted."""
-    seen: list[list[Chunk]] = [[] for _ in range(request.n)]
-    finished: list[Generation | None] = [None] * request.n
-    try:
-        async with _engine(house, http, request) as engine, contextlib.aclosing(engine.stream(request)) as chunks:
-            async for chunk in chunks:
-                seen[chunk.choice].append(chunk)
-                finished[chunk.choice] = chunk.generation
-                yield chunk
-    except (GeneratorExit, asyncio.CancelledError):
-        kept = [done or _aborted(chunks) for done, chunks in zip(finished, seen, strict=True)]
-        if any(len(generation.output_ids) for generation in kept):
-            house.keep(asyncio.create_task(_record_aborted(house, request, kept)))
-        raise
-    yield await _record(house, request, [generation for generation in finished if generation is not None])
+def _named(http: HttpRequest, named: Named | None) -> Named | None:
+    """`named`: by the body."""
+    header = http.headers.get("x-reef-parent")
+    if header and named is not None and header != named.receipt_id:
+        raise BadRequestError(
+            f"x-reef-parent names {header}, the body {named.receipt_id}: a turn continues one", param="x-reef-parent"
+        )
+    return Named(header, "explicit") if header else named
 
 
 def _engine(house: House, http: HttpRequest, request: Request) -> contextlib.AbstractAsyncContextManager[EngineClient]:
     return house.engines.acquire(request.session, http.headers.get("x-reef-release"))
 
 
-async def _record(house: House, request: Request, generations: Sequence[Generation]) -> Sequence[Receipt]:
+async def _record(
+    house: House, work: Work, generations: Sequence[Generation], replies: Sequence[Reply | None]
+) -> Sequence[Answer]:
+    """`replies`: None where a choice was aborted; nothing continues it."""
     _check_weights(house, generations)
     now = time.time()
+    place = work.place
+    keys = [place.turn_key(reply) if place is not None and reply is not None else None for reply in replies]
     made = [
-        receipts.make(request, choice, generation, house.engines.build, f"rcp_{uuid.uuid4().hex}", now)
-        for choice, generation in enumerate(generations)
+        receipts.make(work.request, choice, generation, house.engines.build, f"rcp_{uuid.uuid4().hex}", now, key)
+        for choice, (generation, key) in enumerate(zip(generations, keys, strict=True))
     ]
-    await house.ledger.write(receipts.record, request, made)
+    await house.ledger.write(receipts.record, work.request, made)
     reach("receipt.written")
     house.metrics.receipts.inc(len(made))
     house.metrics.sampled_tokens.inc(sum(len(generation.output_ids) for generation in generations))
-    return made
+    for receipt in made:
+        if receipt.turn_key is not None:
+            house.turns.remember(receipt)
+    return [Answer(receipt, reply or Reply("")) for receipt, reply in zip(made, replies, strict=True)]
 
 
 def _check_weights(house: House, generations: Sequence[Generation]) -> None:
@@ -125,11 +240,11 @@ def _check_weights(house: House, generations: Sequence[Generation]) -> None:
             raise EngineError(f"the engine answered with weights {span.release_id!r}, which are no release of this run")
 
 
-async def _record_aborted(house: House, request: Request, generations: Sequence[Generation]) -> None:
+async def _record_aborted(house: House, work: Work, generations: Sequence[Generation]) -> None:
     try:
-        await _record(house, request, generations)
+        await _record(house, work, generations, [None] * len(generations))
     except ReefError as error:
-        log.warning("an aborted stream of %s was not kept: %s", request.scenario, error.message)
+        log.warning("an aborted stream of %s was not kept: %s", work.request.scenario, error.message)
 
 
 def _aborted(chunks: Sequence[Chunk]) -> Generation:
@@ -147,7 +262,8 @@ def _aborted(chunks: Sequence[Chunk]) -> Generation:
     )
 
 
-def _max_tokens(house: House, prompt_ids: Ids, limit: int | None) -> int:
+def _max_tokens(house: House, prompt_ids: Ids, ask: Ask) -> int:
+    limit = ask.sampling.max_tokens
     context = house.engines.context_length
     if len(prompt_ids) == 0:
         raise BadRequestError("the prompt has no tokens", code="empty_prompt")
@@ -157,7 +273,7 @@ def _max_tokens(house: House, prompt_ids: Ids, limit: int | None) -> int:
             f"the prompt has {len(prompt_ids)} tokens, the model's context is {context}",
             code="context_length_exceeded",
         )
-    if limit is not None and limit > room:
+    if limit > room and not ask.cut_to_context:
         raise BadRequestError(
             f"the prompt has {len(prompt_ids)} tokens and max_tokens is {limit}; the model's context is {context}, "
             f"so at most {room} can be sampled",
@@ -170,7 +286,7 @@ def _max_tokens(house: House, prompt_ids: Ids, limit: int | None) -> int:
             f"prompt: ids must lie in 0..{house.template.vocab_size - 1}, position {int(outside.argmax())} does not",
             param="prompt",
         )
-    return limit or room
+    return min(limit or room, room)
 
 
 def _check_stop_ids(house: House, sampling: Sampling) -> None:

@@ -1,302 +1,185 @@
 """OpenAI's inference routes: chat completions, completions, models; whole and streamed."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from reef.chat.template import Detokenizer, Template, cut_at_stop
-from reef.engines.answers import Chunk
-from reef.errors import BadRequestError, ReefError
+from reef.errors import ReefError
+from reef.service.document import INFERENCE, answers
 from reef.service.errors import error_body
+from reef.service.events import stream
 from reef.service.house import House
-from reef.service.http import body_schema, house_of, json_response, read_body
-from reef.service.inference import Item, prepare, run_stream, run_whole, unless_gone
-from reef.service.wire import ChatBody, CompletionBody, SamplingBody, parse
-from reef.types import Receipt, Request
+from reef.service.http import body_schema, check_num_messages, house_of, json_response, read_body
+from reef.service.inference import Answer, Ask, Item, Piece, Work, ask_chat, ask_text, run_whole
+from reef.service.shapes import Chat, Text
+from reef.service.wire import parse
+from reef.service.wire_openai import ChatBody, CompletionBody, SamplingBody
+from reef.types import Request
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody))
+@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatBody), responses=answers(*INFERENCE, streams=True))
 async def chat_completions(http: HttpRequest) -> Response:
     """OpenAI chat completions. The answer's receipt is in `x-reef-agent-record-id`."""
     house = house_of(http)
     house.require_ready()
     raw = await read_body(http)
     body = parse(ChatBody, raw)
-    if body.top_logprobs and not body.logprobs:
-        raise BadRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    messages = [message.rendered() for message in body.messages]
-    prompt_ids = await house.template.render(messages, body.chat_template_kwargs or {})
-    request = await prepare(house, http, raw, "chat", prompt_ids, body, body.limit, body.top_logprobs or 0)
-    shape = Chat(house.template, body, wants_logprobs=bool(body.logprobs))
-    return await _answer(house, http, request, body, shape)
+    body.check()
+    check_num_messages(house, len(body.messages))
+    ask = Ask("chat", raw, body.sampling(), body.n or 1, body.top_logprobs or 0)
+    work = await ask_chat(house, http, ask, body.conversation())
+    return await _answer(house, http, work, body, Chat(house.template, bool(body.logprobs)))
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionBody))
+@router.post("/v1/completions", openapi_extra=body_schema(CompletionBody), responses=answers(*INFERENCE, streams=True))
 async def completions(http: HttpRequest) -> Response:
     """OpenAI completions over text or token ids; nothing is added to the prompt."""
     house = house_of(http)
     house.require_ready()
     raw = await read_body(http)
     body = parse(CompletionBody, raw)
+    body.check()
     if isinstance(body.prompt, str):
         prompt_ids = await house.template.encode(body.prompt)
     else:
         prompt_ids = np.asarray(body.prompt, dtype=np.int64).clip(-1, 2**31 - 1).astype(np.int32)
-    request = await prepare(house, http, raw, "completions", prompt_ids, body, body.limit, body.logprobs or 0)
-    shape = Text(house.template, body, wants_logprobs=body.logprobs is not None)
-    return await _answer(house, http, request, body, shape)
+    ask = Ask("completions", raw, body.sampling(), body.n or 1, body.logprobs or 0)
+    work = await ask_text(house, http, ask, prompt_ids)
+    echo = ""
+    if body.echo:
+        echo = body.prompt if isinstance(body.prompt, str) else (await house.template.decode_all([prompt_ids]))[0]
+    return await _answer(house, http, work, body, Text(house.template, body.logprobs is not None, echo))
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers())
 async def models(http: HttpRequest) -> Response:
     """The one model that is served, under the name of its directory."""
     house = house_of(http)
-    model = {"id": _model_name(house), "object": "model", "created": int(house.started_at), "owned_by": "reef"}
+    model = {"id": model_name(house), "object": "model", "created": int(house.started_at), "owned_by": "reef"}
     return json_response({"object": "list", "data": [model]})
 
 
-class Chat:
-    """How a chat completion looks, whole and in chunks."""
-
-    id_prefix = "chatcmpl"
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(self, template: Template, body: SamplingBody, wants_logprobs: bool) -> None:
-        self._template = template
-        self._wants_logprobs = wants_logprobs
-        self.body = body
-
-    def choice(self, text: str, receipt: Receipt) -> dict[str, Any]:
-        """The message of a whole choice, and its log-probabilities; `text` is its answer, cut at the stop."""
-        generation = receipt.generation
-        return {
-            "message": {"role": "assistant", "content": text},
-            "logprobs": self.logprobs(generation.output_ids.tolist(), generation.logprobs.tolist(), generation),
-        }
-
-    def first_delta(self) -> dict[str, Any] | None:
-        """What opens a choice's stream, before its first tokens; None: nothing does."""
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def delta(self, text: str, chunk: Chunk) -> dict[str, Any]:
-        """What a chunk adds to a choice: `text`, and the log-probabilities of the chunk's ids."""
-        return {"delta": {"content": text}, "logprobs": self.logprobs(chunk.ids, chunk.logprobs, chunk)}
-
-    def last_delta(self) -> dict[str, Any]:
-        """What goes with a choice's finish reason: an empty delta."""
-        return {"delta": {}}
-
-    def logprobs(self, ids: Sequence[int], values: Sequence[float], source: Any) -> dict[str, Any] | None:
-        """Log-probabilities in OpenAI's chat shape, an entry per token; None where the client asked for none.
-
-        Args:
-            ids: [N] sampled ids.
-            values: [N] their log-probabilities (natural logarithm); `finite` stands in for -inf.
-            source: the Generation or Chunk they come from; its `top_logprobs` are [N] or empty.
-        """
-        if not self._wants_logprobs:
-            return None
-        tops = source.top_logprobs or [()] * len(ids)
-        return {
-            "content": [
-                {**self._token(token, value), "top_logprobs": [self._token(other, lp) for lp, other in top]}
-                for token, value, top in zip(ids, values, tops, strict=True)
-            ]
-        }
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._template.token_text(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
-
-
-class Text(Chat):
-    """How a text completion looks."""
-
-    id_prefix = "cmpl"
-    object = "text_completion"
-    chunk_object = "text_completion"
-
-    def choice(self, text: str, receipt: Receipt) -> dict[str, Any]:
-        """The text of a whole choice, and its log-probabilities; `text` is already cut at the stop."""
-        generation = receipt.generation
-        return {
-            "text": text,
-            "logprobs": self.logprobs(generation.output_ids.tolist(), generation.logprobs.tolist(), generation),
-        }
-
-    def first_delta(self) -> dict[str, Any] | None:
-        """None: a text completion has no opening event."""
-        return None
-
-    def delta(self, text: str, chunk: Chunk) -> dict[str, Any]:
-        """What a chunk adds to a choice: `text`, and the log-probabilities of the chunk's ids."""
-        return {"text": text, "logprobs": self.logprobs(chunk.ids, chunk.logprobs, chunk)}
-
-    def last_delta(self) -> dict[str, Any]:
-        """What goes with a choice's finish reason: no text, no log-probabilities."""
-        return {"text": "", "logprobs": None}
-
-    def logprobs(self, ids: Sequence[int], values: Sequence[float], source: Any) -> dict[str, Any] | None:
-        """Log-probabilities in OpenAI's completions shape (no text_offset); None where the client asked for none.
-
-        Three lists of length N: tokens, token_logprobs, top_logprobs (empty mappings where there are none).
-        Arguments as in `Chat.logprobs`.
-        """
-        if not self._wants_logprobs:
-            return None
-        tops = source.top_logprobs or [()] * len(ids)
-        return {
-            "tokens": [self._template.token_text(token) for token in ids],
-            "token_logprobs": [finite(value) for value in values],
-            "top_logprobs": [{self._template.token_text(other): finite(lp) for lp, other in top} for top in tops],
-        }
-
-
-def finite(logprob: float) -> float:
-    """JSON has no -inf: the smallest float32 stands for it (the receipt says `logprob_not_finite`)."""
-    return max(logprob, -3.4028235e38)
-
-
-async def _answer(house: House, http: HttpRequest, request: Request, body: SamplingBody, shape: Chat) -> Response:
+async def _answer(house: House, http: HttpRequest, work: Work, body: SamplingBody, shape: Chat) -> Response:
     if body.stream:
-        items = run_stream(house, http, request)
-        # The status line waits for the engine's first token: until then a refusal is a status, not an event.
-        first = await unless_gone(http, asyncio.create_task(_next(items)))
-        return EventStream(_events(house, request, shape, _chain(first, items)), items)
-    made = await run_whole(house, http, request)
-    texts = await house.template.decode_all([receipt.generation.output_ids for receipt in made])
+        return await stream(house, http, work, partial(_events, house, work.request, body, shape))
+    answers = await run_whole(house, http, work)
     choices = [
         {
-            "index": receipt.choice,
-            **shape.choice(cut_at_stop(text, receipt.generation.matched), receipt),
-            "finish_reason": receipt.generation.finish_reason.value,
-            "reef_agent_record_id": receipt.id,
-            **({"token_ids": receipt.generation.output_ids.tolist()} if body.return_token_ids else {}),
+            "index": answer.receipt.choice,
+            **shape.choice(answer.reply, answer.receipt),
+            "reef_agent_record_id": answer.receipt.id,
+            **({"token_ids": answer.receipt.generation.output_ids.tolist()} if body.return_token_ids else {}),
         }
-        for text, receipt in zip(texts, made, strict=True)
+        for answer in answers
     ]
-    answer = {**_frame(house, request, shape, shape.object), "choices": choices, "usage": _usage(request, made)}
+    whole = {**_frame(house, work.request, body, shape, shape.object), "choices": choices}
+    whole["usage"] = _usage(work.request, answers)
     if body.return_token_ids:
-        answer["prompt_token_ids"] = request.prompt_ids.tolist()
-    return json_response(answer, headers=receipt_headers(made))
+        whole["prompt_token_ids"] = work.request.prompt_ids.tolist()
+    return json_response(whole, headers=receipt_headers(answers))
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. However the connection ends, so does their source: the engine stops sampling at once."""
-
-    def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Item]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._events = events
-        self._source = source
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-            await self._source.aclose()
-
-
-async def _next(items: AsyncGenerator[Item]) -> Item:
-    return await anext(items)
-
-
-async def _chain(first: Item, rest: AsyncGenerator[Item]) -> AsyncGenerator[Item]:
-    yield first
-    async for item in rest:
-        yield item
-
-
-async def _events(house: House, request: Request, shape: Chat, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
-    """Server-sent events: deltas, finish reasons, the receipts once they are durable, usage, [DONE]."""
-    frame = _frame(house, request, shape, shape.chunk_object)
-    texts = [Detokenizer(house.template, request.sampling.stop) for _ in range(request.n)]
+async def _events(
+    house: House, request: Request, body: SamplingBody, shape: Chat, items: AsyncGenerator[Item]
+) -> AsyncGenerator[bytes]:
+    """Deltas, finish reasons, the receipts once they are durable, usage, [DONE]."""
+    frame = _frame(house, request, body, shape, shape.chunk_object)
     started = [False] * request.n
-
-    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return b"data: " + orjson.dumps({**frame, "choices": choices, **more}) + b"\n\n"
-
     try:
         async for item in items:
-            if not isinstance(item, Chunk):
-                for line in _last_events(item, request, shape, event):
+            if not isinstance(item, Piece):
+                for line in _last_events(frame, item, request, body):
                     yield line
                 continue
             opening = shape.first_delta()
-            if not started[item.choice] and opening is not None:
-                yield event([{"index": item.choice, **opening, "finish_reason": None}])
-            started[item.choice] = True
-            detokenizer, whole = texts[item.choice], item.generation
-            text = detokenizer.push(item.ids) if whole is None else detokenizer.finish(item.ids, whole.matched)
-            token_ids = {"token_ids": list(item.ids)} if shape.body.return_token_ids else {}
-            if item.ids or text:
-                yield event([{"index": item.choice, **shape.delta(text, item), "finish_reason": None, **token_ids}])
-            if whole is not None:
-                reason = whole.finish_reason.value
-                yield event([{"index": item.choice, **shape.last_delta(), "finish_reason": reason}])
+            index = item.chunk.choice
+            if not started[index] and opening is not None:
+                yield _event(frame, [{"index": index, **opening, "finish_reason": None}])
+            started[index] = True
+            for choice in _choices(item, shape, body):
+                yield _event(frame, [{"index": index, **choice}])
     except ReefError as error:  # the status line is out already: the error is an event, and there is no receipt
         yield b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 
-def _last_events(made: Sequence[Receipt], request: Request, shape: Chat, event: Any) -> list[bytes]:
+def _choices(item: Piece, shape: Chat, body: SamplingBody) -> list[dict[str, Any]]:
+    """What a piece says of its choice. The first event carries the tokens, the last one the finish reason."""
+    chunk = item.chunk
+    made = [{**delta, "finish_reason": None} for delta in shape.deltas(item.deltas)]
+    logprobs = shape.logprobs(chunk.ids, chunk.logprobs, chunk)
+    if not made and chunk.ids and (logprobs is not None or body.return_token_ids):
+        made.append({**shape.nothing(), "finish_reason": None})
+    if made:
+        made[0]["logprobs"] = logprobs
+        if body.return_token_ids:
+            made[0]["token_ids"] = list(chunk.ids)
+    if item.reply is not None and chunk.generation is not None:
+        reason = shape.finish_reason(item.reply, chunk.generation.finish_reason.value)
+        made.append({**shape.nothing(), "logprobs": None, "finish_reason": reason})
+    return made
+
+
+def _last_events(frame: dict[str, Any], answers: Sequence[Answer], request: Request, body: SamplingBody) -> list[bytes]:
     """The receipts; then the usage, which the SDKs expect last."""
-    more: dict[str, Any] = {
-        "reef": {
-            "agent_record_id": made[0].id,
-            "agent_record_ids": [receipt.id for receipt in made],
-            "release_id": _release_of(made),
-        }
-    }
-    if shape.body.return_token_ids:
+    more: dict[str, Any] = {"reef": reef_field(answers)}
+    if body.return_token_ids:
         more["prompt_token_ids"] = request.prompt_ids.tolist()
-    lines = [event([], **more)]
-    options = shape.body.stream_options
-    if options is not None and options.include_usage:
-        lines.append(event([], usage=_usage(request, made)))
+    lines = [_event(frame, [], **more)]
+    if body.include_usage:
+        lines.append(_event(frame, [], usage=_usage(request, answers)))
     return lines
 
 
-def receipt_headers(made: Sequence[Receipt]) -> dict[str, str]:
+def _event(frame: dict[str, Any], choices: list[dict[str, Any]], **more: Any) -> bytes:
+    return b"data: " + orjson.dumps({**frame, "choices": choices, **more}) + b"\n\n"
+
+
+def reef_field(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What a stream says of its receipts, once they are durable."""
+    ids = [answer.receipt.id for answer in answers]
+    return {"agent_record_id": ids[0], "agent_record_ids": ids, "release_id": _release_of(answers)}
+
+
+def receipt_headers(answers: Sequence[Answer]) -> dict[str, str]:
     """The headers of a whole answer: the receipt of choice 0, and the release of its last token.
 
-    The release is "" where that choice has no tokens. `made` holds at least one receipt, choice 0 first.
+    The release is "" where that choice has no tokens. `answers` holds at least one, choice 0 first.
     """
-    return {"x-reef-agent-record-id": made[0].id, "x-reef-release-id": _release_of(made) or ""}
+    return {"x-reef-agent-record-id": answers[0].receipt.id, "x-reef-release-id": _release_of(answers) or ""}
 
 
-def _release_of(made: Sequence[Receipt]) -> str | None:
+def _release_of(answers: Sequence[Answer]) -> str | None:
     """The release that produced the last token of choice 0."""
-    spans = made[0].generation.spans
+    spans = answers[0].receipt.generation.spans
     return spans[-1].release_id if spans else None
 
 
-def _frame(house: House, request: Request, shape: Chat, kind: str) -> dict[str, Any]:
+def _frame(house: House, request: Request, body: SamplingBody, shape: Chat, kind: str) -> dict[str, Any]:
     return {
         "id": f"{shape.id_prefix}-{request.id[4:]}",
         "object": kind,
         "created": int(time.time()),
-        "model": shape.body.model or _model_name(house),
+        "model": body.model or model_name(house),
     }
 
 
-def _model_name(house: House) -> str:
+def model_name(house: House) -> str:
+    """What the one model is called: its directory's name."""
     return house.config.inference.model_path.name
 
 
-def _usage(request: Request, made: Sequence[Receipt]) -> dict[str, int]:
-    num_sampled = sum(len(receipt.generation.output_ids) for receipt in made)
+def _usage(request: Request, answers: Sequence[Answer]) -> dict[str, int]:
+    num_sampled = sum(len(answer.receipt.generation.output_ids) for answer in answers)
     num_prompt = len(request.prompt_ids)
     return {
         "prompt_tokens": num_prompt,

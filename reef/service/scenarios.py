@@ -10,6 +10,8 @@ from starlette.responses import Response
 from reef.errors import BadRequestError, ConflictError
 from reef.ledger import lease, releases, reports, scenarios
 from reef.ledger.scenarios import Scenario
+from reef.service.access import caller, require_scenario
+from reef.service.document import answers, any_object, query
 from reef.service.house import House
 from reef.service.http import body_schema, house_of, json_response, read_body
 from reef.service.wire import (
@@ -31,25 +33,31 @@ router = APIRouter(prefix="/reef/scenarios")
 MAX_RELEASES = 1000
 
 
-@router.get("")
+@router.get("", responses=answers(503))
 async def list_scenarios(http: HttpRequest) -> Response:
     house = house_of(http)
-    found = await house.ledger.read(scenarios.all_of)
+    found = [scenario for scenario in await house.ledger.read(scenarios.all_of) if caller(http).sees(scenario.name)]
     training = await house.ledger.read(scenarios.training)
     return json_response({"scenarios": [_show(scenario, training, house) for scenario in found]})
 
 
-@router.post("", openapi_extra=body_schema(ScenarioBody))
+@router.post(
+    "",
+    status_code=201,
+    openapi_extra=body_schema(ScenarioBody),
+    responses={**answers(400, 409, 413, 503), **answers(ok=201)},
+)
 async def create_scenario(http: HttpRequest) -> Response:
     """201 where it is new, 200 where it was there."""
     house = house_of(http)
     body = parse(ScenarioBody, await read_body(http))
+    require_scenario(http, body.name)
     scenario, created = await house.create_scenario(body.name, body.recipe)
     training = await house.ledger.read(scenarios.training)
     return json_response(_show(scenario, training, house), 201 if created else 200)
 
 
-@router.get("/{name}")
+@router.get("/{name}", responses=answers(404, 503))
 async def get_scenario(name: str, http: HttpRequest) -> Response:
     house = house_of(http)
     scenario = await house.ledger.read(scenarios.get, name)
@@ -62,7 +70,7 @@ async def get_scenario(name: str, http: HttpRequest) -> Response:
     return json_response(shown)
 
 
-@router.get("/{name}/contract")
+@router.get("/{name}/contract", responses=answers(404, 503))
 async def contract(name: str, http: HttpRequest) -> Response:
     """What the scenario accepts: how its reports are batched, and the schema of one."""
     house = house_of(http)
@@ -79,7 +87,11 @@ async def contract(name: str, http: HttpRequest) -> Response:
     )
 
 
-@router.post("/{name}/update", openapi_extra=body_schema(UpdateBody))
+@router.post(
+    "/{name}/update",
+    openapi_extra=body_schema(UpdateBody, required=False),
+    responses=answers(400, 404, 409, 413, 503),
+)
 async def update(name: str, http: HttpRequest) -> Response:
     """Set the mode (auto, manual), or ask for one update in manual mode."""
     house = house_of(http)
@@ -98,7 +110,12 @@ async def update(name: str, http: HttpRequest) -> Response:
     return json_response(_show(scenario, scenario.name, house))
 
 
-@router.post("/{name}/rollback", openapi_extra=body_schema(RollbackBody))
+@router.post(
+    "/{name}/rollback",
+    status_code=201,
+    openapi_extra=body_schema(RollbackBody),
+    responses=answers(400, 404, 409, 413, 503, ok=201),
+)
 async def rollback(name: str, http: HttpRequest) -> Response:
     """Weights, trainer and queue back to an earlier release: a new link of the chain with its content."""
     house = house_of(http)
@@ -107,7 +124,12 @@ async def rollback(name: str, http: HttpRequest) -> Response:
     return json_response(_show_release(made, made, []), 201)
 
 
-@router.post("/{name}/promote", openapi_extra=body_schema(PromoteBody))
+@router.post(
+    "/{name}/promote",
+    status_code=201,
+    openapi_extra=body_schema(PromoteBody),
+    responses=answers(400, 404, 409, 413, 503, ok=201),
+)
 async def promote(name: str, http: HttpRequest) -> Response:
     """Serve a release: a held one, a quarantined head that loads by now, or another one as a new link of the chain."""
     house = house_of(http)
@@ -116,7 +138,16 @@ async def promote(name: str, http: HttpRequest) -> Response:
     return json_response(_show_release(made, made, []), 201)
 
 
-@router.get("/{name}/releases")
+@router.get(
+    "/{name}/releases",
+    openapi_extra={
+        "parameters": [
+            query("limit", "At most so many", type="integer", minimum=1, maximum=MAX_RELEASES, default=100),
+            query("before", "Only those with a smaller number", type="integer", minimum=0, maximum=MAX_INT),
+        ]
+    },
+    responses=answers(400, 404, 503),
+)
 async def list_releases(name: str, http: HttpRequest) -> Response:
     """The chain, newest first. `?limit=` (100) and `?before=` NUMBER page through it."""
     house = house_of(http)
@@ -130,13 +161,18 @@ async def list_releases(name: str, http: HttpRequest) -> Response:
     return json_response({"scenario": name, "releases": shown})
 
 
-@router.get("/{name}/releases/{release_id}/lineage")
+@router.get("/{name}/releases/{release_id}/lineage", responses=answers(404, 503))
 async def lineage(name: str, release_id: str, http: HttpRequest) -> Response:
     """The batch, reports and receipts that made a release."""
     return json_response(await house_of(http).ledger.read(releases.lineage, name, release_id))
 
 
-@router.post("/{name}/releases/{release_id}/evaluations")
+@router.post(
+    "/{name}/releases/{release_id}/evaluations",
+    status_code=201,
+    openapi_extra=any_object(),
+    responses=answers(400, 404, 413, 503, ok=201),
+)
 async def add_evaluation(name: str, release_id: str, http: HttpRequest) -> Response:
     """Store a held-out result (any JSON object) on a release."""
     house = house_of(http)

@@ -1,14 +1,17 @@
 """Alive, ready, and what is going on."""
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from reef.ledger import batches, deletion, lease, releases, reports, scenarios
+from reef.service.access import caller
+from reef.service.document import answers
 from reef.service.house import House
 from reef.service.http import house_of, json_response
 from reef.types import ReportState
@@ -19,13 +22,13 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-@router.get("/healthz")
+@router.get("/healthz", responses=answers())
 async def healthz(http: HttpRequest) -> Response:
     """The process answers: during a step, a load and a restart too."""
     return json_response({"status": "ok", "uptime_s": round(time.time() - house_of(http).started_at, 3)})
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses={**answers(), **answers(ok=503)})
 async def readyz(http: HttpRequest) -> Response:
     """200 once requests can be answered; before, 503 with what it waits for."""
     house = house_of(http)
@@ -38,17 +41,21 @@ async def readyz(http: HttpRequest) -> Response:
     return json_response({"ready": True})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: HttpRequest) -> Response:
     """Prometheus text format."""
-    return Response(house_of(http).metrics.render(), media_type="text/plain; version=0.0.4")
+    house = house_of(http)
+    house.metrics.in_flight.set(house.num_in_flight)
+    house.metrics.tasks.set(len(asyncio.all_tasks()))
+    return Response(house.metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-@router.get("/reef/status")
+@router.get("/reef/status", responses=answers(503))
 async def status(http: HttpRequest) -> Response:
     """The step in flight, the queue, the engines and their releases, disk use, errors."""
     house = house_of(http)
     training = await house.ledger.read(scenarios.training)
+    seen = training is None or caller(http).sees(training)
     return json_response(
         {
             "ready": house.waiting_for is None,
@@ -57,8 +64,8 @@ async def status(http: HttpRequest) -> Response:
             "uptime_s": round(time.time() - house.started_at, 3),
             "run_dir": str(house.config.reef.run_dir.absolute()),
             "in_flight": house.num_in_flight,
-            "scenario": await _queue(house, training) if training is not None else None,
-            "training": await _training(house),
+            "scenario": await _queue(house, training) if training is not None and seen else None,
+            "training": await _training(house) if seen else None,
             "ledger": {
                 "error": house.ledger.error,
                 "used_bytes": await house.ledger.read(deletion.used_bytes),

@@ -8,12 +8,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import from_json
 
 from reef.errors import BadRequestError
-from reef.types import Sampling
+from reef.types import Report
 
-MAX_N = 128
-MAX_TOP_LOGPROBS = 20
-MAX_STOPS = 16
-MAX_STOP_IDS = 256
 MAX_REFERENCES = 1024
 MAX_DEPTH = 64  # of lists and objects within one another in a field that takes any JSON
 MAX_INT = 2**31 - 1
@@ -41,107 +37,6 @@ def _shallow(value: Any, levels: int = MAX_DEPTH) -> Any:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
-
-
-class TextPart(Body):
-    """One part of a message's content; text is the only type taken."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One chat message: who speaks, and text or parts of text."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def rendered(self) -> dict[str, str]:
-        """What the chat template sees."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        message = {"role": self.role, "content": text}
-        return message if self.name is None else {**message, "name": self.name}
-
-
-class StreamOptions(Body):
-    """OpenAI's `stream_options`: whether the usage is sent at the end of a stream."""
-
-    include_usage: bool = False
-
-
-class SamplingBody(Body):
-    """The fields that both OpenAI inference routes share, and SGLang's and vLLM's names for the rest."""
-
-    model: str | None = None
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
-    max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS)
-    ignore_eos: bool = False
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-
-    def sampling(self, max_tokens: int) -> Sampling:
-        """What the engine is told; fields that were not given are neutral."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > MAX_STOPS or "" in stop:
-            raise BadRequestError(f"stop: expected 1 to {MAX_STOPS} strings that are not empty", param="stop")
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or -1,
-            min_p=self.min_p or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            min_tokens=self.min_tokens or 0,
-            stop=tuple(stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-        )
-
-
-class ChatBody(SamplingBody):
-    """POST /v1/chat/completions."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    chat_template_kwargs: JsonObject | None = None
-
-    @property
-    def limit(self) -> int | None:
-        """The most tokens to sample per choice: `max_completion_tokens`, else `max_tokens`; None: neither was given."""
-        return self.max_completion_tokens or self.max_tokens
-
-
-class CompletionBody(SamplingBody):
-    """POST /v1/completions: `prompt` is text or token ids."""
-
-    prompt: str | list[TokenId]
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-
-    @property
-    def limit(self) -> int | None:
-        """The most tokens to sample per choice: `max_tokens`; None: not given."""
-        return self.max_tokens
 
 
 class GraderBody(Body):
@@ -178,6 +73,20 @@ class ReportBody(Body):
         if len(set(self.references)) != len(self.references):
             twice = next(item for item in self.references if self.references.count(item) > 1)
             raise BadRequestError(f"references: receipt {twice} is named twice", param="references")
+
+    def report(self, id: str, scenario: str, now: float) -> Report:
+        """The report that it is, under its id."""
+        return Report(
+            id=id,
+            scenario=scenario,
+            references=tuple(self.references),
+            body=self.model_dump(exclude_unset=True),
+            score=self.score,
+            outcome=self.outcome,
+            group=self.group,
+            truncated=self.truncated,
+            created_at=now,
+        )
 
 
 class ScenarioBody(Body):

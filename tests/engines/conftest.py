@@ -178,10 +178,10 @@ class Server:
             assert last == b"[DONE]"
 
     def started(self, ids: Any, max_new_tokens: int, **options: Any) -> Future[dict[str, Any]]:
-        """Starts a streamed request, waits until it has a token, and promises its last event."""
+        """Starts a streamed request, waits until it has a token, and promises what its events add up to."""
         events = self.stream(ids, max_new_tokens, **options)
-        next(events)
-        return self.pool.submit(lambda: list(events)[-1])
+        first = next(events)
+        return self.pool.submit(lambda: added_up([first, *events]))
 
     def num_in_work(self) -> int:
         """Sequences that run or wait."""
@@ -208,6 +208,20 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The whole answer that a stream of one sequence makes, whether its events repeat tokens or bring each once."""
+    last = events[-1]
+    meta = dict(last["meta_info"])
+    if len(last["output_ids"]) == meta["completion_tokens"]:
+        return last
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        if name in meta:
+            meta[name] = [entry for event in events for entry in event["meta_info"][name]]
+    ids = [token for event in events for token in event["output_ids"]]
+    assert len(ids) == meta["completion_tokens"]
+    return {**last, "text": "".join(event["text"] for event in events), "output_ids": ids, "meta_info": meta}
 
 
 def embedded_command(path: Path, port_file: Path, *extra: str) -> list[str]:

@@ -261,11 +261,66 @@ def test_choices_that_are_no_objects_are_refused(fake_engine, answer) -> None:
         generate(fake_engine)
 
 
-def test_an_engine_that_streams_only_what_is_new_is_refused(fake_engine) -> None:
-    first = fake_engine.generation([5], finish_reason=None)
-    second = fake_engine.generation([6], finish_reason=None, completion_tokens=2)
-    fake_engine.answers["/generate"] = fake_engine.events(first, second)
-    with pytest.raises(EngineError, match="1 of 2 ids"):
+def only_new(fake_engine, ids: list[int], total: int, **meta):
+    """An event of an engine with `--incremental-streaming-output`: `total` tokens so far, of which `ids` are new."""
+    return fake_engine.generation(ids, completion_tokens=total, **meta)
+
+
+def test_a_stream_that_brings_each_token_once_gives_the_same_as_one_that_repeats_them(fake_engine) -> None:
+    tops = [[[-0.1 * n, n, None]] for n in (1, 2, 3, 4)]
+    repeating = [
+        fake_engine.generation([5, 6], finish_reason=None, output_top_logprobs=tops[:2]),
+        fake_engine.generation([5, 6, 7], finish_reason=None, output_top_logprobs=tops[:3]),
+        fake_engine.generation([5, 6, 7, 2], output_top_logprobs=tops),
+    ]
+    entries = repeating[-1]["meta_info"]["output_token_logprobs"]
+    once = [
+        only_new(fake_engine, [5, 6], 2, finish_reason=None, output_top_logprobs=tops[:2]),
+        only_new(fake_engine, [7], 3, finish_reason=None, output_top_logprobs=tops[2:3]),
+        only_new(fake_engine, [2], 4, output_top_logprobs=tops[3:]),
+    ]
+    for event, of_it in zip(once, (entries[:2], entries[2:3], entries[3:]), strict=True):
+        event["meta_info"]["output_token_logprobs"] = of_it
+    found = []
+    for events in (repeating, once):
+        fake_engine.answers["/generate"] = fake_engine.events(*events)
+        found.append(stream(fake_engine))
+    for one, other in zip(*found, strict=True):
+        assert (one.ids, one.logprobs, one.top_logprobs) == (other.ids, other.logprobs, other.top_logprobs)
+        assert one.spans == other.spans
+    one, other = (chunks[-1].generation for chunks in found)
+    assert one.output_ids.tolist() == other.output_ids.tolist() == [5, 6, 7, 2]
+    assert one.logprobs.tolist() == other.logprobs.tolist() == [-0.5, -1.5, -2.5, -3.5]
+    assert one.top_logprobs == other.top_logprobs
+    assert len(one.top_logprobs) == 4
+
+
+def test_the_end_of_a_stream_may_bring_no_new_token(fake_engine) -> None:
+    fake_engine.answers["/generate"] = fake_engine.events(
+        only_new(fake_engine, [5, 6], 2, finish_reason=None), only_new(fake_engine, [], 2)
+    )
+    chunks = stream(fake_engine)
+    assert [chunk.ids for chunk in chunks] == [[5, 6], []]
+    assert chunks[-1].generation.output_ids.tolist() == [5, 6]
+
+
+def test_an_aborted_stream_that_repeats_its_last_token_does_not_have_it_twice(fake_engine) -> None:
+    """SGLang 0.5.23 does so with a request that was put back into its queue and is aborted there."""
+    end = only_new(fake_engine, [6], 2, finish_reason={"type": "abort", "message": "Abort in waiting queue"})
+    end["meta_info"]["output_token_logprobs"] = fake_engine.generation([5, 6])["meta_info"]["output_token_logprobs"]
+    fake_engine.answers["/generate"] = fake_engine.events(
+        only_new(fake_engine, [5, 6], 2, finish_reason=None, output_top_logprobs=None), end
+    )
+    made = stream(fake_engine)[-1].generation
+    assert made.output_ids.tolist() == [5, 6]
+    assert made.finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("total", [2, 4], ids=["a token twice", "a token missing"])
+def test_a_stream_that_brings_a_token_twice_or_not_at_all_is_refused(fake_engine, total) -> None:
+    events = only_new(fake_engine, [5, 6], 2, finish_reason=None), only_new(fake_engine, [7], total)
+    fake_engine.answers["/generate"] = fake_engine.events(*events)
+    with pytest.raises(EngineError, match=f"1 of {total} ids, after 2"):
         stream(fake_engine)
 
 

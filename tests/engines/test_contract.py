@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.engines.conftest import added_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test of each server starts it
 
@@ -113,22 +114,25 @@ def test_a_list_of_one_prompt_is_answered_by_a_list(server) -> None:
     assert len(server.generate([PROMPTS[0]], 2)) == 1
 
 
-def test_a_stream_repeats_what_it_has_and_ends_as_the_whole_answer_does(server) -> None:
-    whole = server.generate(PROMPTS[3], 12, temperature=0)
-    events = list(server.stream(PROMPTS[3], 12, temperature=0))
-    for before, after in itertools.pairwise(events):
-        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
-        assert before["meta_info"]["finish_reason"] is None
-    assert events[-1]["output_ids"] == whole["output_ids"]
-    assert logprobs_of(events[-1]) == pytest.approx(logprobs_of(whole), abs=TOLERANCE)
-    assert events[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+def test_a_stream_brings_each_token_once_and_adds_up_to_the_whole_answer(server) -> None:
+    whole = server.generate(PROMPTS[3], 200, temperature=0, top_logprobs_num=2)
+    events = list(server.stream(PROMPTS[3], 200, temperature=0, top_logprobs_num=2))
+    assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert len(events) > 2
+    answer = added_up(events)
+    assert answer["output_ids"] == whole["output_ids"]
+    assert answer["text"] == whole["text"]
+    assert logprobs_of(answer) == pytest.approx(logprobs_of(whole), abs=TOLERANCE)
+    assert len(answer["meta_info"]["output_top_logprobs"]) == 200
+    assert answer["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
 
 
 def test_streams_of_choices_say_which_choice_each_event_is(server) -> None:
     events = list(server.stream(PROMPTS[0], 4, n=2))
     final = [event for event in events if event["meta_info"]["finish_reason"]]
     assert sorted(event["index"] for event in final) == [0, 1]
-    assert all(len(event["output_ids"]) == 4 for event in final)
+    for choice in range(2):
+        assert len(added_up([event for event in events if event["index"] == choice])["output_ids"]) == 4
 
 
 def test_a_stop_token_ends_the_answer_and_stays_in_the_ids(server) -> None:
@@ -165,8 +169,7 @@ def test_a_stream_never_shows_a_part_of_its_stop_string(server) -> None:
     stop = text[4:8]
     kept = text[: text.index(stop)]
     events = list(server.stream(PROMPTS[5], 60, stop=[stop], **options))
-    assert events[-1]["text"] == kept
-    assert all(kept.startswith(event["text"]) for event in events)
+    assert added_up(events)["text"] == kept
 
 
 def test_min_new_tokens_holds_the_end_back(server) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import signal
@@ -18,7 +20,30 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 
+from reef.engines.answers import Chunk
+from reef.engines.client import EngineClient
+from reef.types import Generation, Request, Sampling
+
 PROMPT = [40, 50, 60, 70]
+
+
+def asked_for(ids: list[int], max_tokens: int, top_logprobs: int) -> Request:
+    """A greedy request, so that it can be made twice."""
+    return Request(
+        id="req_1", scenario="s", api="completions", prompt_ids=np.array(ids, dtype=np.int32),
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), n=1, body=b"{}", created_at=0.0,
+        top_logprobs=top_logprobs,
+    )  # fmt: skip
+
+
+async def both_ways(url: str, asked: Request) -> tuple[Generation, list[Chunk]]:
+    """The same request, whole and streamed, through Reef's client."""
+    client = EngineClient(url, 30.0)
+    try:
+        (whole,) = await client.generate(asked)
+        return whole, [chunk async for chunk in client.stream(asked)]
+    finally:
+        await client.close()
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +139,45 @@ def test_incremental_streams_send_each_token_once(small) -> None:
     entries = [entry for event in events for entry in event["meta_info"]["output_token_logprobs"]]
     assert entries == whole["meta_info"]["output_token_logprobs"]
     assert events[-1]["meta_info"]["completion_tokens"] == 9
+
+
+@pytest.fixture(scope="module")
+def repeating(start_embedded, model_dir):
+    """A server as SGLang is without options: each event of a stream repeats all before it."""
+    return start_embedded(model_dir("qwen2"), "--weight-version", "v0")
+
+
+def test_streams_repeat_what_they_have_unless_told_otherwise(repeating) -> None:
+    whole = repeating.generate(PROMPT, 12, temperature=0)
+    events = list(repeating.stream(PROMPT, 12, temperature=0))
+    for before, after in itertools.pairwise(events):
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert after["text"].startswith(before["text"])
+    for name in ("output_ids", "text"):
+        assert events[-1][name] == whole[name]
+
+
+@pytest.mark.parametrize("kind", ["small", "repeating"])
+def test_the_client_reads_either_kind_of_stream(request, kind) -> None:
+    server = request.getfixturevalue(kind)
+    asked = asked_for(PROMPT, 40, top_logprobs=2)
+    whole, chunks = asyncio.run(both_ways(server.url, asked))
+    made = chunks[-1].generation
+    assert len(chunks) > 2
+    assert [token for chunk in chunks for token in chunk.ids] == made.output_ids.tolist() == whole.output_ids.tolist()
+    assert [value for chunk in chunks for value in chunk.logprobs] == pytest.approx(made.logprobs.tolist())
+    assert made.logprobs.tolist() == pytest.approx(whole.logprobs.tolist(), abs=1e-5)
+    assert len(made.top_logprobs) == 40
+
+
+def test_a_long_stream_brings_the_text_of_the_whole_answer(start_embedded, model_dir) -> None:
+    """Bytes that form no character, characters over several tokens, special tokens: whatever a model may draw."""
+    server = start_embedded(model_dir("qwen2"), "--incremental-streaming-output", "--weight-version", "v0")
+    for seed in range(3):
+        whole = server.generate(PROMPT, 300, sampling_seed=seed)
+        events = list(server.stream(PROMPT, 300, sampling_seed=seed))
+        assert "".join(event["text"] for event in events) == whole["text"]
+        assert len(events) > 100
 
 
 @pytest.mark.parametrize("stream", [True, False])

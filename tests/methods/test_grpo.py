@@ -181,6 +181,8 @@ def test_a_report_with_several_samples_counts_once_in_the_mean() -> None:
     samples = [sample("a", "g", 1), sample("a", "g", 1), sample("a", "g", 1), sample("b", "g", 0)]
     found = Grpo(GrpoConfig()).advantages(samples)
     np.testing.assert_allclose([f[-1] for f in found], [1, 1, 1, -1], atol=1e-5)
+    metrics = Grpo(GrpoConfig()).metrics(samples)
+    assert (metrics["reward_mean"], metrics["response_length_mean"], metrics["truncation_rate"]) == (0.5, 4, 0.5)
 
 
 def test_groups_of_one_are_counted_uninformative() -> None:

@@ -86,6 +86,7 @@ def test_the_service_is_ready_inside_the_block_and_gone_with_its_children_after(
         assert answers(url)
         assert service_url(folder / "run" / "service.json") == url
         assert alive(folder) == [True, True]
+        assert (folder / "serve.log").stat().st_mode & 0o777 == 0o600  # the service prints its key
     assert alive(folder) == [False, False]
     assert not answers(url)
     assert any("waiting for the trainer" in line for line in said)

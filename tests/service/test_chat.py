@@ -13,6 +13,10 @@ import pytest
 CHAT = "/v1/chat/completions"
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
 def messages(text):
     return [{"role": "user", "content": text}]
 
@@ -380,11 +384,19 @@ def test_256_whole_and_streamed_requests_at_once_are_what_they_are_alone(recorde
     [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "list"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "expected text or parts of text, got None"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "None"),
-        ({"messages": [{"role": "user", "content": "x", "audio": 1}]}, "messages.0.audio", "unknown field"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": "x", "sound": 1}]}, "messages.0.sound", "unknown field"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages.0.audio", "None"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "whose result"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls", "assistant"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages.0.reasoning", "assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}]}, None, "'function'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "not supp"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, None, "input_audio is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "missing"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
         ({"max_tokens": True}, "max_tokens", "integer"),
         ({"max_tokens": "5"}, "max_tokens", "integer"),
@@ -408,7 +420,25 @@ def test_256_whole_and_streamed_requests_at_once_are_what_they_are_alone(recorde
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream": "yes"}, "stream", "boolean"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
-        ({"tools": []}, "tools", "unknown field"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+        ({"tools": [TOOL, TOOL]}, "tools.1", "add is there twice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0", "'a b'"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "required is not supported"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "named"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "false is not supported"),
+        ({"functions": []}, "functions", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"audio": {"voice": "x"}}, "audio", "not supported"),
+        ({"modalities": ["audio"]}, "modalities.0", "'text'"),
+        ({"prediction": {"type": "content"}}, "prediction", "not supported"),
+        ({"web_search_options": {}}, "web_search_options", "not supported"),
+        ({"service_tier": "flex"}, "service_tier", "'auto'"),
+        ({"verbosity": "low"}, "verbosity", "'medium'"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs it"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
         ({"max_toknes": 5}, "max_toknes", "unknown field max_toknes"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "not a variable"),
     ],

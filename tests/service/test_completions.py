@@ -115,8 +115,8 @@ def test_a_stop_id_ends_the_answer_and_the_receipt_names_it(recorder) -> None:
         ({"prompt": [1, -1]}, "prompt.1", "greater than or equal to 0"),
         ({"prompt": [1, 300]}, "prompt", "0..299"),
         ({"prompt": [10**30]}, "prompt.0", ""),
-        ({"prompt": "x", "echo": True}, "echo", "unknown field echo"),
-        ({"prompt": "x", "best_of": 2}, "best_of", "unknown field best_of"),
+        ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+        ({"prompt": "x", "best_of": 2}, "best_of", "2 with n 1 is not supported"),
         ({"prompt": "x", "logprobs": True}, "logprobs", "integer"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "20"),
         ({}, "prompt", "missing"),
@@ -128,8 +128,23 @@ def test_a_wrong_field_is_named(recorder, is_error, fields, param, says) -> None
 
 
 def test_echo_with_log_probabilities_and_top_k_is_never_a_fault_of_ours(recorder, is_error) -> None:
-    is_error(recorder.complete("x", echo=True, logprobs=1, top_k=1), 400, param="echo")
+    is_error(recorder.complete("x", echo=True, logprobs=1, top_k=1), 400, param="logprobs", says="with echo")
     assert recorder.complete("x", logprobs=1, top_k=1).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", ["2+2=", [53, 46, 53, 64]])
+def test_echo_puts_the_prompt_before_the_answer_whole_and_streamed(recorder, prompt) -> None:
+    asked = {"seed": 3, "max_tokens": 6, "n": 2}
+    plain = [choice["text"] for choice in recorder.complete(prompt, **asked).json()["choices"]]
+    echoed = [choice["text"] for choice in recorder.complete(prompt, echo=True, **asked).json()["choices"]]
+    prefix = echoed[0].removesuffix(plain[0])
+    assert prefix and echoed == [prefix + text for text in plain]
+    assert not isinstance(prompt, str) or prefix == prompt
+    streamed = ["", ""]
+    for chunk in recorder.stream(COMPLETIONS, prompt=prompt, echo=True, **asked):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == echoed
 
 
 def test_the_model_that_is_served_is_listed(recorder) -> None:

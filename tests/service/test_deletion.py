@@ -20,6 +20,7 @@ from reef.ledger.ledger import Ledger
 from reef.observe import Metrics
 from reef.service.app import create_app
 from reef.service.house import House
+from reef.service.turns import Turns
 from reef.types import (
     FinishReason,
     Generation,
@@ -264,7 +265,18 @@ async def house_with_trainer(tmp_path):
     """A house that is ready, its client, and its trainer."""
     ledger = Ledger.open(f"sqlite:///{tmp_path / 'ledger.db'}")
     dispatcher = FakeDispatcher(ledger)
-    house = House(load(None), ledger, None, None, Metrics(), storage=object(), dispatcher=dispatcher)
+    house = House(
+        load(None),
+        ledger,
+        None,
+        None,
+        None,
+        Turns(ledger, None, None, True, 0),
+        Metrics(),
+        None,
+        storage=object(),
+        dispatcher=dispatcher,
+    )
     house.waiting_for = None
     transport = httpx.ASGITransport(app=create_app(house))
     try:

@@ -23,6 +23,7 @@ from reef.observe import Metrics
 from reef.progress import Progress
 from reef.service import run
 from reef.service.house import House
+from reef.service.turns import Turns
 from reef.storage import Storage
 from reef.types import Operation, Published, Release
 
@@ -172,7 +173,7 @@ def following(tmp_path: Path, starter: Path, monkeypatch: pytest.MonkeyPatch) ->
         ledger.shared, ledger.lease = True, FakeLease()
         ledger.write_owned = ledger.write  # type: ignore[method-assign]
         engines: Any = FakeEngines()
-        house = House(config, ledger, engines, None, Metrics())  # type: ignore[arg-type]
+        house = House(config, ledger, engines, None, None, Turns(ledger, None, None, True, 0), Metrics(), None)  # type: ignore[arg-type]
         with socket.socket() as listener:
             follower = Follower(house, listener, lambda text: None)
             storage = await follower._open_storage()

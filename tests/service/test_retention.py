@@ -17,6 +17,7 @@ from reef.observe import Metrics
 from reef.service import retention
 from reef.service.house import House
 from reef.service.retention import Retention
+from reef.service.turns import Turns
 from reef.types import Drop, FinishReason, Generation, Report, Request, Sampling, Span
 
 DAY = 86_400.0
@@ -29,7 +30,9 @@ class Home:
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.ledger = Ledger.open(f"sqlite:///{directory / 'ledger.db'}")
-        self.house = House(load(None, flags), self.ledger, None, None, Metrics())  # type: ignore[arg-type]
+        self.house = House(
+            load(None, flags), self.ledger, None, None, None, Turns(self.ledger, None, None, True, 0), Metrics(), None
+        )  # type: ignore[arg-type]
         self.retention = Retention(self.house)
         self._prompts: dict[str, Any] = {}
 

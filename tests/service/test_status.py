@@ -68,7 +68,7 @@ def test_metrics_count_answers_by_route_and_never_by_path(recorder) -> None:
     recorder.get("/a/path/nobody/has")
     text = recorder.get("/metrics").text
     assert 'reef_http_requests_total{route="/v1/chat/completions",status="200"}' in text
-    assert 'reef_http_requests_total{route="/reef/receipts/{receipt_id}",status="404"}' in text
+    assert 'reef_http_requests_total{route="/reef/receipts/{receipt_id:path}",status="404"}' in text
     assert 'reef_http_requests_total{route="unknown",status="404"}' in text
     assert "nobody" not in text
     assert "rcp_nothing_here" not in text

@@ -30,15 +30,36 @@ from reef.engines.embedded.http import (
     respond,
     unless_client_leaves,
 )
-from reef.engines.embedded.text import Tokenizer
+from reef.engines.embedded.text import GrowingText, Tokenizer
 from reef.engines.embedded.updates import Updates
-from reef.engines.embedded.wire import Call, Parser, result
+from reef.engines.embedded.wire import Call, Parser, result, text_of
 
 HEALTH_TIMEOUT_S = 20.0
 FLUSH_POLL_S = 0.02
 MAX_FLUSH_WAIT_S = 600.0
 PAUSE_MODES = ("abort", "retract", "in_place")
 """SGLang's; `abort` is the default."""
+
+
+class _Part:
+    """An incremental stream of one sequence: each event what is new in it."""
+
+    def __init__(self, request: sequences.Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self._request = request
+        self._num_ids = 0
+        self._text = None
+        if tokenizer is not None:
+            self._text = GrowingText(tokenizer, not params.no_stop_trim, params.skip_special_tokens)
+
+    def event(self, snapshot: sequences.Snapshot) -> dict[str, Any]:
+        """The answer object of what a snapshot has more than the one before."""
+        text = ""
+        if self._text is not None:
+            finish = snapshot.finish
+            text = self._text.push(snapshot.output_ids, finish.get("matched") if finish else None, finish is not None)
+        offset, self._num_ids = self._num_ids, len(snapshot.output_ids)
+        return result(self._request, snapshot, text, offset)
 
 
 class Server:
@@ -116,20 +137,19 @@ class Server:
             status = (snapshot.finish or {}).get("status_code")
             if status is not None:
                 return error_response(status, snapshot.finish["message"] if snapshot.finish else "")
-        results = [result(r, s, self._tokenizer) for r, s in zip(call.requests, finals, strict=True)]
+        results = [result(r, s, text_of(r, s, self._tokenizer)) for r, s in zip(call.requests, finals, strict=True)]
         return respond(results[0] if call.single else results)
 
     async def _stream(self, call: Call, answers: Answers) -> AsyncIterator[bytes]:
         """Server-sent events: everything so far in each (or, incremental, what is new), then `[DONE]`."""
         index = {r.rid: i for i, r in enumerate(call.requests)}
-        sent = dict.fromkeys(index, (0, 0))
+        parts = {r.rid: _Part(r, self._tokenizer) for r in call.requests} if self._incremental else {}
         try:
             async for request, snapshot in answers.changes():
-                num_ids, num_chars = sent[request.rid]
-                event = result(request, snapshot, self._tokenizer, num_ids)
                 if self._incremental:
-                    sent[request.rid] = (len(snapshot.output_ids), max(num_chars, len(event["text"])))
-                    event["text"] = event["text"][num_chars:]
+                    event = parts[request.rid].event(snapshot)
+                else:
+                    event = result(request, snapshot, text_of(request, snapshot, self._tokenizer))
                 if not call.single:
                     event["index"] = index[request.rid]
                 yield b"data: " + orjson.dumps(event) + b"\n\n"

@@ -84,3 +84,43 @@ def visible_text(
         if end >= 0:
             text = text[: end if trim else end + len(matched)]
     return text if finished else text.rstrip(INCOMPLETE)
+
+
+class GrowingText:
+    """The visible text of an answer as it grows, each piece of it once, in time that does not grow with it.
+
+    Only the last ids are decoded again; those before are settled once their text does not depend on what follows.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, trim: bool, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._trim = trim
+        self._skip_special = skip_special
+        self._num_settled = 0
+        self._settled = ""
+        self._num_sent = 0
+
+    def push(self, ids: Int64s, matched: str | int | None, finished: bool) -> str:
+        """What the text of all `ids` so far has more than what was returned before."""
+        if len(ids) - self._num_settled > 2 * _KEPT:
+            self._settle(ids[self._num_settled :])
+        tail = ids[self._num_settled :].tolist()
+        if finished and isinstance(matched, str):  # it may begin before
+            text = visible_text(self._tokenizer, ids.tolist(), matched, True, self._trim, self._skip_special)
+        else:
+            text = self._settled + visible_text(
+                self._tokenizer, tail, matched, finished, self._trim, self._skip_special
+            )
+        new, self._num_sent = text[self._num_sent :], max(self._num_sent, len(text))
+        return new
+
+    def _settle(self, tail: Int64s) -> None:
+        first, last = tail[:-_KEPT].tolist(), tail[-_KEPT:].tolist()
+        text = self._tokenizer.decode(first, self._skip_special)
+        whole = self._tokenizer.decode(first + last, self._skip_special)
+        if text + self._tokenizer.decode(last, self._skip_special) == whole:
+            self._settled += text
+            self._num_settled += len(first)
+
+
+_KEPT = 16  # ids: a character has four at most, and a word is seldom more

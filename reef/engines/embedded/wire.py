@@ -192,35 +192,42 @@ class Parser:
         return wanted
 
 
-def result(request: Request, snapshot: Snapshot, tokenizer: Tokenizer | None, offset: int = 0) -> dict[str, Any]:
+def result(request: Request, snapshot: Snapshot, text: str, offset: int = 0) -> dict[str, Any]:
     """The answer object for one sequence. `offset`: output tokens that were already sent (incremental streams)."""
-    ids = snapshot.output_ids.tolist()
+    num_tokens = len(snapshot.output_ids)
+    new_ids = snapshot.output_ids[offset:].tolist()
     finish = snapshot.finish
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": finish,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": len(ids),
+        "completion_tokens": num_tokens,
         "cached_tokens": 0,
         "num_retractions": request.num_retractions,
         "weight_version": snapshot.weight_version,
         "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in snapshot.spans],
     }
     if request.return_logprob:
-        meta |= _logprobs(request, ids, snapshot.output_logprobs.tolist(), offset)
+        meta |= _logprobs(request, new_ids, snapshot.output_logprobs[offset:].tolist(), offset)
     if finish is not None:
         meta["e2e_latency"] = time.monotonic() - request.arrival_s
-    text = ""
-    if tokenizer is not None:
-        params = request.params
-        matched = finish.get("matched") if finish else None
-        text = visible_text(
-            tokenizer, ids, matched, finish is not None, not params.no_stop_trim, params.skip_special_tokens
-        )
-    return {"text": text, "output_ids": ids[offset:], "meta_info": meta}
+    return {"text": text, "output_ids": new_ids, "meta_info": meta}
+
+
+def text_of(request: Request, snapshot: Snapshot, tokenizer: Tokenizer | None) -> str:
+    """The visible text of all tokens so far; "" without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    finish, params = snapshot.finish, request.params
+    matched = finish.get("matched") if finish else None
+    ids = snapshot.output_ids.tolist()
+    return visible_text(
+        tokenizer, ids, matched, finish is not None, not params.no_stop_trim, params.skip_special_tokens
+    )
 
 
 def _logprobs(request: Request, ids: list[int], logprobs: list[float], offset: int) -> dict[str, Any]:
+    """`ids` and `logprobs`: those from `offset` on."""
     start = request.logprob_start
     # The first token of the range has no log-probability of its own: nothing before it was scored.
     inputs: list[float | None] = [None]
@@ -229,12 +236,12 @@ def _logprobs(request: Request, ids: list[int], logprobs: list[float], offset: i
     scored = request.prompt[start:].tolist() if request.input_logprobs is not None else []
     meta: dict[str, Any] = {
         "input_token_logprobs": list(zip(inputs, scored, repeat(None))),
-        "output_token_logprobs": list(zip(logprobs[offset:], ids[offset:], repeat(None))),
-        "output_token_logprobs_length": len(ids),
+        "output_token_logprobs": list(zip(logprobs, ids, repeat(None))),
+        "output_token_logprobs_length": offset + len(ids),
     }
     if request.num_top_logprobs:
         meta["input_top_logprobs"] = [None, *request.input_top_logprobs] if scored else []
-        meta["output_top_logprobs"] = request.output_top_logprobs[offset : len(ids)]
+        meta["output_top_logprobs"] = request.output_top_logprobs[offset : offset + len(ids)]
     return meta
 
 

@@ -108,6 +108,7 @@ def arguments(config: Config, name: str, model_path: str, version: str, port: in
 def preferred(config: Config, model_path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that hold unless the options say otherwise."""
     chosen: dict[str, Any] = {"log-level-http": "warning"}  # else a line for each request
+    chosen["incremental-streaming-output"] = True  # else each event of a stream repeats all before it
     on_cpu = runs_on_cpu(options)
     if on_cpu or config.training.backend != "none":
         chosen["dtype"] = config.training.dtype  # it must agree with the trainer
