@@ -4,7 +4,7 @@ RUN = .venv/bin/python -m
 INSTALLED = .venv/.installed
 SGLANG_CPU = .venv/.sglang-cpu
 
-.PHONY: demo test test-fast soak lint bench bench-ledger install sglang-cpu postgres clean
+.PHONY: demo test test-fast soak lint bench bench-gateway bench-ledger install sglang-cpu postgres clean
 
 demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 	$(RUN) recipes.arithmetic.demo
@@ -27,6 +27,9 @@ lint: $(INSTALLED)
 
 bench-ledger: $(INSTALLED)  ## a ledger of a million receipts beside one of a thousand
 	$(RUN) benchmarks.ledger
+
+bench-gateway: $(INSTALLED)  ## requests/s and added latency beside a stub engine and a bare gateway
+	$(RUN) benchmarks.gateway
 
 bench: sglang-cpu  ## every figure in docs/performance.md, each beside its reference
 	$(RUN) benchmarks

@@ -18,15 +18,16 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 STARTER = ROOT / "recipes" / "arithmetic" / "starter"
 RESULTS = ROOT / "work" / "bench"
+OPEN = ("--reef.access", "open")
 
 
 @contextmanager
 def service(flags: Sequence[str] = ()) -> Iterator["Running"]:
-    """`reef serve` with serve.yaml and `flags`, in a run directory that is removed afterwards."""
+    """`reef serve` with serve.yaml and `flags`, in a run directory that is removed afterwards; it asks for no key."""
     with tempfile.TemporaryDirectory(prefix="reef-bench-") as directory:
         run_dir = Path(directory) / "run"
         started = time.perf_counter()
-        with running_service(ROOT / "serve.yaml", run_dir, flags, say=lambda _text: None) as url:
+        with running_service(ROOT / "serve.yaml", run_dir, [*OPEN, *flags], say=lambda _text: None) as url:
             ready_in_s = time.perf_counter() - started
             pid = json.loads((run_dir / "service.json").read_text())["pid"]
             yield Running(url, pid, run_dir, ready_in_s)

@@ -1,152 +1,162 @@
-"""The gateway beside a stub engine that answers at once: requests/s, added latency, durable receipts/s.
+"""The gateway beside a stub engine that answers at once: requests/s and added latency, with durable receipts.
 
-    load generator -> stub engine                      the reference
-    load generator -> reef (record only) -> stub engine
+    load -> stub engine                                  the reference for what a request takes
+    load -> skeleton -> stub engine                      the reference for what a gateway takes (benchmarks/skeleton.py)
+    load -> reef (record only) -> stub engine
 
-The stub speaks SGLang's native protocol and answers 32 fixed tokens; both runs send the same number of requests.
+Four processes share the machine. Rounds are interleaved, so that noise hits all three alike; requests/s are the median
+over rounds, latencies come from the requests of all rounds, and the share of the skeleton from pairs of one round.
 """
 
-import asyncio
+import argparse
+import contextlib
 import statistics
-import time
-from dataclasses import dataclass
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
-from aiohttp import web
 
-from benchmarks.common import STARTER, in_thread, service, table, write
+from benchmarks.common import ROOT, STARTER, service, table, write
+from benchmarks.load import NUMBER
+from benchmarks.stub import NUM_TOKENS
 
-CONCURRENCY = (1, 32, 128)
-SECONDS = 4.0  # per measurement
-NUM_TOKENS = 32
+CLIENTS = (1, 32, 128)
+NAMES = ("stub", "skeleton", "reef")
+ROUNDS = 7
+SECONDS = 1.5  # of each measurement
+GENERATE = {
+    "input_ids": [5] * 24,
+    "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 1.0},
+    "return_logprob": True,
+}
+CHAT = {
+    "messages": [{"role": "user", "content": f"{NUMBER.decode()}: start at 9. Subtract 4. Add 3. Add 5."}],
+    "max_tokens": NUM_TOKENS,
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measured:
-    requests_per_s: float
-    p50_ms: float
-    p99_ms: float
+    """One target at one number of clients; a number for each round, latencies of all of them in seconds."""
+
+    requests_per_s: list[float] = field(default_factory=list)
+    latencies: "array[float]" = field(default_factory=lambda: array("d"))
+
+    @property
+    def median_requests_per_s(self) -> float:
+        return statistics.median(self.requests_per_s)
+
+    def percentile_ms(self, percent: int) -> float:
+        return statistics.quantiles(self.latencies, n=100)[percent - 1] * 1000
 
 
-def stub_app() -> web.Application:
-    """An engine without a model."""
-    ids = [5] * NUM_TOKENS
-    answer = orjson.dumps(
-        {
-            "text": "",
-            "output_ids": ids,
-            "meta_info": {
-                "id": "stub",
-                "finish_reason": {"type": "length", "length": NUM_TOKENS},
-                "weight_version": "stub",
-                "output_token_logprobs": [[-0.5, token, None] for token in ids],
-            },
-        }
-    )
-    version = ["default"]
-
-    async def generate(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=answer, content_type="application/json")
-
-    async def load(request: web.Request) -> web.Response:
-        version[0] = orjson.loads(await request.read())["weight_version"]
-        return web.json_response({"success": True, "message": ""})
-
-    async def info(_request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": version[0], "context_length": 512, "version": "stub"})
-
-    async def health(_request: web.Request) -> web.Response:
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/generate", generate)
-    app.router.add_post("/update_weights_from_disk", load)
-    app.router.add_get("/model_info", info)
-    app.router.add_get("/server_info", info)
-    app.router.add_get("/health", health)
-    return app
+Found = dict[str, dict[int, Measured]]
 
 
-async def load_test(url: str, body: dict[str, Any], concurrency: int) -> Measured:
-    """Closed loop: `concurrency` clients, each sends its next request when the last was answered."""
-    payload = orjson.dumps(body)
-    latencies: list[float] = []
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-
-        async def client(until: float) -> None:
-            while (started := time.perf_counter()) < until:
-                async with session.post(url, data=payload, headers={"content-type": "application/json"}) as response:
-                    await response.read()
-                    if response.status != 200:
-                        raise RuntimeError(f"{url} answered {response.status}")
-                latencies.append(time.perf_counter() - started)
-
-        await asyncio.gather(*(client(time.perf_counter() + 0.5) for _ in range(concurrency)))  # warm up
-        latencies.clear()
-        started = time.perf_counter()
-        await asyncio.gather(*(client(started + SECONDS) for _ in range(concurrency)))
-        seconds = time.perf_counter() - started
-    cuts = statistics.quantiles(latencies, n=100)
-    return Measured(len(latencies) / seconds, cuts[49] * 1000, cuts[98] * 1000)
-
-
-async def measure() -> dict[str, dict[int, Measured]]:
-    """Both, one after the other, at each concurrency."""
-    runner = web.AppRunner(stub_app())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    stub_url = f"http://127.0.0.1:{port}"
-    generate = {
-        "input_ids": [5] * 24,
-        "sampling_params": {"max_new_tokens": NUM_TOKENS, "temperature": 1.0},
-        "return_logprob": True,
-    }
-    chat = {
-        "messages": [{"role": "user", "content": "Start at 9. Subtract 4. Add 3. Add 5. Subtract 8."}],
-        "max_tokens": NUM_TOKENS,
-    }
-    found: dict[str, dict[int, Measured]] = {"stub": {}, "reef": {}}
-    flags = ["--training.backend", "none", "--inference.url", stub_url]
+@contextlib.contextmanager
+def server(module: str, *arguments: str) -> Iterator[str]:
+    """A server of this directory as a process of its own; its URL."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        async with in_thread(service(flags)) as reef:
-            for concurrency in CONCURRENCY:
-                found["stub"][concurrency] = await load_test(f"{stub_url}/generate", generate, concurrency)
-                found["reef"][concurrency] = await load_test(f"{reef.url}/v1/chat/completions", chat, concurrency)
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not url:
+            raise RuntimeError(f"{module} ended with status {process.wait()}")
+        yield url
     finally:
-        await runner.cleanup()
+        process.terminate()
+        process.wait()
+
+
+def load(url: str, body: Any, num_clients: int, seconds: float) -> "array[float]":
+    """Latencies that a load generator of its own process sees, in seconds."""
+    command = [sys.executable, "-m", "benchmarks.load", url, str(num_clients), str(seconds)]
+    answer = subprocess.run(command, cwd=ROOT, input=orjson.dumps(body), stdout=subprocess.PIPE, check=True)
+    latencies = array("d")
+    latencies.frombytes(answer.stdout)
+    return latencies
+
+
+def measure(clients: Sequence[int], rounds: int, seconds: float) -> Found:
+    """All three, one after the other in each round."""
+    found: Found = {name: {num_clients: Measured() for num_clients in clients} for name in NAMES}
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reef-bench-")))
+        engine = stack.enter_context(server("stub"))
+        skeleton = stack.enter_context(server("skeleton", engine, str(directory / "skeleton.sqlite")))
+        reef = stack.enter_context(service(["--training.backend", "none", "--inference.url", engine]))
+        targets = {
+            "stub": (f"{engine}/generate", GENERATE),
+            "skeleton": (f"{skeleton}/v1/chat/completions", CHAT),
+            "reef": (f"{reef.url}/v1/chat/completions", CHAT),
+        }
+        for num_clients in clients:
+            for _ in range(rounds):
+                for name, (url, body) in targets.items():
+                    latencies = load(url, body, num_clients, seconds)
+                    found[name][num_clients].requests_per_s.append(len(latencies) / seconds)
+                    found[name][num_clients].latencies.extend(latencies)
     return found
 
 
+def share(found: Found, num_clients: int) -> float:
+    """Reef's requests/s as a share of the skeleton's: the median over rounds."""
+    reef, skeleton = (found[name][num_clients].requests_per_s for name in ("reef", "skeleton"))
+    return statistics.median(mine / other for mine, other in zip(reef, skeleton, strict=True))
+
+
+def added_ms(found: Found, name: str, num_clients: int, percent: int) -> float:
+    """What a gateway adds to the stub's latency at a percentile."""
+    return found[name][num_clients].percentile_ms(percent) - found["stub"][num_clients].percentile_ms(percent)
+
+
+def summary_of(found: Found, clients: Sequence[int]) -> dict[str, Any]:
+    """What is kept: Reef's figures under plain names, the references' under their own."""
+    summary: dict[str, Any] = {}
+    for name in NAMES:
+        prefix = "" if name == "reef" else f"{name}_"
+        for num_clients in clients:
+            measured = found[name][num_clients]
+            summary[f"{prefix}rps_{num_clients}"] = round(measured.median_requests_per_s, 1)
+            if name == "stub":
+                summary[f"stub_p50_ms_{num_clients}"] = round(measured.percentile_ms(50), 3)
+                summary[f"stub_p99_ms_{num_clients}"] = round(measured.percentile_ms(99), 3)
+                continue
+            for percent in (50, 99):
+                added = added_ms(found, name, num_clients, percent)
+                summary[f"{prefix}added_p{percent}_ms_{num_clients}"] = round(added, 3)
+    for num_clients in clients:
+        summary[f"share_{num_clients}"] = round(share(found, num_clients), 3)
+    return summary
+
+
+def report(summary: dict[str, Any], clients: Sequence[int]) -> str:
+    """The summary as a table."""
+    head = ["clients", "stub req/s", "skeleton req/s", "reef req/s", "share of skeleton"]
+    head += ["skeleton added p50 ms", "reef added p50 ms", "reef added p99 ms"]
+    names = ["stub_rps", "skeleton_rps", "rps", "share", "skeleton_added_p50_ms", "added_p50_ms", "added_p99_ms"]
+    return table(head, [[str(n), *(f"{summary[f'{name}_{n}']:g}" for name in names)] for n in clients])
+
+
 def main() -> None:
-    found = asyncio.run(measure())
-    rows = []
-    summary: dict[str, Any] = {"seconds_per_point": SECONDS, "model": STARTER.name}
-    for concurrency in CONCURRENCY:
-        stub, reef = found["stub"][concurrency], found["reef"][concurrency]
-        added_p50, added_p99 = reef.p50_ms - stub.p50_ms, reef.p99_ms - stub.p99_ms
-        rows.append(
-            [
-                str(concurrency),
-                f"{stub.requests_per_s:.0f}",
-                f"{reef.requests_per_s:.0f}",
-                f"{reef.requests_per_s / stub.requests_per_s:.2f}",
-                f"{added_p50:.2f}",
-                f"{added_p99:.2f}",
-            ]
-        )
-        summary[f"rps_{concurrency}"] = round(reef.requests_per_s, 1)
-        summary[f"stub_rps_{concurrency}"] = round(stub.requests_per_s, 1)
-        summary[f"added_p50_ms_{concurrency}"] = round(added_p50, 3)
-        summary[f"added_p99_ms_{concurrency}"] = round(added_p99, 3)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each measurement")
+    args = parser.parse_args()
+    summary = summary_of(measure(args.clients, args.rounds, args.seconds), args.clients)
     print("Gateway: every answer has a durable receipt, so requests/s are receipts/s")
-    print(table(["clients", "stub req/s", "reef req/s", "share", "added p50 ms", "added p99 ms"], rows))
-    write("gateway", summary)
+    print(report(summary, args.clients))
+    if tuple(args.clients) == CLIENTS:
+        settings = {"rounds": args.rounds, "seconds_per_round": args.seconds, "model": STARTER.name}
+        write("gateway", {**settings, **summary})
 
 
 if __name__ == "__main__":

@@ -67,21 +67,15 @@ def loop() -> str:
 
 def gateway() -> str:
     found = read("gateway")
-    lines = [
-        (
-            clients,
-            found[f"stub_rps_{clients}"],
-            found[f"rps_{clients}"],
-            found[f"added_p50_ms_{clients}"],
-            found[f"added_p99_ms_{clients}"],
-        )
-        for clients in (1, 32, 128)
-    ]
-    head = ["Clients", "Stub alone, requests/s", "Reef, requests/s", "Added p50, ms", "Added p99, ms"]
+    names = ("stub_rps", "skeleton_rps", "rps", "share", "skeleton_added_p50_ms", "added_p50_ms", "added_p99_ms")
+    lines = [(clients, *(found[f"{name}_{clients}"] for name in names)) for clients in (1, 32, 128)]
+    head = ["Clients", "Stub alone, requests/s", "Skeleton, requests/s", "Reef, requests/s", "Reef / skeleton"]
+    head += ["Skeleton: added p50, ms", "Reef: added p50, ms", "Reef: added p99, ms"]
     return (
-        "\n## The gateway\n\nChat completions through the record-only service to a stub engine that answers at once,\n"
-        "beside the stub alone (`python -m benchmarks.gateway`). Every answer has a durable receipt, so requests/s\n"
-        "are receipts/s. Load generator and stub share the two cores with the service.\n\n" + rows(head, lines)
+        "\n## The gateway\n\nChat completions, no two alike, through the record-only service to a stub engine that\n"
+        "answers at once, beside the stub alone and beside a bare skeleton: FastAPI, one call to the engine, one row\n"
+        "(`make bench-gateway`). Every answer has a durable receipt, so requests/s are receipts/s. Load generator and\n"
+        "stub share the two cores with the service; the three take turns.\n\n" + rows(head, lines)
     )
 
 

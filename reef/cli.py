@@ -414,7 +414,10 @@ def _ask(
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        raise (NotFoundError if error.code == 404 else ReefError)(_message(error, url)) from None
+        message = _message(error, url)
+        if error.code == 401:
+            message += f"; commands send --reef.token, else REEF_API_KEY, else {config.reef.run_dir / keys.FILE}"
+        raise (NotFoundError if error.code == 404 else ReefError)(message) from None
     except urllib.error.URLError as error:
         raise UnavailableError(f"no service answers at {url}: {error.reason}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:

@@ -39,6 +39,7 @@ class Metrics:
         ProcessCollector(registry=registry)  # memory, file descriptors, processor time
         self.in_flight = Gauge("reef_in_flight", "Inference requests in work", registry=registry)
         self.tasks = Gauge("reef_asyncio_tasks", "Tasks of the event loop", registry=registry)
+        self.blocks = Gauge("reef_python_memory_blocks", "Blocks of memory of Python's objects", registry=registry)
         self.requests = Counter("reef_http_requests", "HTTP answers", ["route", "status"], registry=registry)
         self.request_seconds = Histogram(
             "reef_http_request_seconds", "Time to a whole answer", ["route"], buckets=_SECONDS, registry=registry

@@ -1,10 +1,28 @@
 """A conversation, whichever API it came through: what the chat template renders and what a turn is compared by."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
+
+MAX_DEPTH = 64  # of lists and objects within one another in a call's arguments: what is read must be written again
+
+
+def read_arguments(text: str) -> Any:
+    """The JSON values of a call's arguments. Raises ValueError where it is no JSON, or nested over MAX_DEPTH."""
+    values = orjson.loads(text)
+    if text.count("[") + text.count("{") > MAX_DEPTH:  # else it cannot be that deep
+        level = [values]
+        for _ in range(MAX_DEPTH):
+            level = [inner for value in level for inner in _inside(value)]
+        if any(isinstance(value, dict | list) for value in level):
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return values
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +34,10 @@ class ToolCall:
     arguments: str  # JSON text, as the model or the client wrote it
 
     def values(self) -> Any:
-        """The arguments as JSON values; the text itself where it is not JSON."""
+        """The arguments as JSON values, {} where nothing is said; the text where `read_arguments` does not take it."""
         try:
-            return orjson.loads(self.arguments)
-        except orjson.JSONDecodeError:
+            return read_arguments(self.arguments) if self.arguments.strip() else {}
+        except ValueError:
             return self.arguments
 
 
@@ -34,14 +52,21 @@ class Message:
     tool_call_id: str | None = None  # of a tool's result: the call that it answers
     name: str | None = None
 
-    def rendered(self) -> dict[str, Any]:
-        """What chat templates expect: Hugging Face's names, arguments as values, nothing that is not there."""
+    def rendered(self, arguments_as_text: bool = False) -> dict[str, Any]:
+        """What chat templates expect: Hugging Face's names, arguments as values or text, nothing that is not there."""
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             shown["reasoning_content"] = self.reasoning
         if self.tool_calls:
             shown["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.values()}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments if arguments_as_text else call.values(),
+                    },
+                }
                 for call in self.tool_calls
             ]
         if self.tool_call_id is not None:

@@ -17,9 +17,14 @@ from reef.chat.conversation import Conversation, Message
 KEY_BYTES = 16
 
 
-def root(scenario: str, owner: str, template_digest: str | None, conversation: Conversation) -> str:
-    """The key before the first message. `owner`: whose turns it is about; those of others are never found."""
-    return _hash([scenario, owner, template_digest, conversation.tools, conversation.options])
+def root(scenario: str, owner: str, digests: str, conversation: Conversation) -> str:
+    """The key before the first message.
+
+    Args:
+        owner: whose turns it is about; those of others are never found.
+        digests: of what makes ids of a conversation: the template, and the tokenizer.
+    """
+    return _hash([scenario, owner, digests, conversation.tools, conversation.options])
 
 
 def keys(root: str, messages: Sequence[Message]) -> list[str]:

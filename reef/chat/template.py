@@ -8,6 +8,7 @@ import asyncio
 import functools
 import hashlib
 import inspect
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import numpy as np
 import orjson
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from reef.chat.conversation import Conversation
+from reef.chat.conversation import Conversation, Message, ToolCall
 from reef.errors import BadRequestError, ConfigError
 from reef.types import Ids
 
@@ -31,7 +32,7 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_templa
 
 SHORT_CHARS = 8192  # of a text, or tokens of an answer: fewer are not worth a thread
 MAX_CACHED = 512  # prompts rendered last: the rollouts of a group, an agent's retries
-_SENTINEL = "\ue000reef\ue001"  # private characters: in nobody's messages
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
 
 class Template:
@@ -42,6 +43,9 @@ class Template:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model_path))
         except (OSError, ValueError) as error:
             raise ConfigError(f"inference.model-path: no tokenizer in {model_path}: {error}") from None
+        self._backend = self._tokenizer.backend_tokenizer  # without transformers' checks, which take as long as it
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._rendered: OrderedDict[bytes, Ids] = OrderedDict()
         self.vocab_size: int = len(self._tokenizer)
@@ -49,11 +53,14 @@ class Template:
             raise ConfigError(f"inference.model-path: no tokenizer in {model_path}: it encodes nothing")
         self.text: str | None = _template_text(self._tokenizer.chat_template)
         self.template_digest = _sha256(self.text) if self.text else None
-        self.tokenizer_digest = _sha256(self._tokenizer.backend_tokenizer.to_str())
+        self.tokenizer_digest = _sha256(self._backend.to_str())
         added = self._tokenizer.added_tokens_decoder
         self._special = {int(id): str(token.content) for id, token in added.items() if token.special}
         self._ends = self._end_texts(model_path)
         self._knows_developer = "developer" in (self.text or "")
+        self._mark = f"mark-{secrets.token_hex(16)}"  # nobody can have written it
+        self._arguments_as_text = False
+        self._closed = {calls: self._is_closed(calls) for calls in (False, True)} if self.text else {}
 
     async def render(self, conversation: Conversation) -> Ids:
         """Prompt ids [P] of a conversation, ready for the assistant's answer.
@@ -144,19 +151,70 @@ class Template:
             )
 
     def _render(self, conversation: Conversation) -> Ids:
-        return self._encode(self._text(conversation, [message.rendered() for message in conversation.messages]))
+        return self._encode(self._text(conversation, self._shown(conversation)))
 
     def _render_after(self, conversation: Conversation, index: int, last_id: int | None) -> Ids | None:
-        messages = [message.rendered() for message in conversation.messages]
-        messages[index] = _marked(messages[index])
-        _, found, after = self._text(conversation, messages).rpartition(_SENTINEL)
-        if not found:
+        messages = self._shown(conversation)
+        calls = "tool_calls" in messages[index]
+        messages[index] = self._marked(messages[index])
+        _, found, after = self._text(conversation, messages).rpartition(self._mark)
+        closed = self._closed[calls]
+        if not found or closed is None or (calls and not closed):  # where a text ends is known, where a call ends not
             return None
-        ends = [at for text in self._ends if (at := after.find(text)) >= 0]
-        if not ends:  # the turn's end is no token: where a call ends is not known, where a text ends is
-            return None if "tool_calls" in messages[index] else self._encode(after)
-        ids = self._encode(after[min(ends) :])
-        return ids[1:] if last_id is not None and self.is_special(last_id) else ids
+        if closed:
+            if (end := self._first_end(after)) is None:
+                return None
+            after = after[end:]
+        ids = self._encode(after)
+        return ids[1:] if last_id is not None and self._is_end(int(ids[0]), last_id) else ids
+
+    def _is_end(self, told: int, last_id: int) -> bool:
+        """Whether what the template puts after a message is the end that was sampled, or stands for it."""
+        return told == last_id or (last_id in self._ends and told in self._special)
+
+    def _first_end(self, text: str) -> int | None:
+        """Where the first token that ends an answer begins."""
+        return min((at for end in self._ends.values() if (at := text.find(end)) >= 0), default=None)
+
+    def _is_closed(self, calls: bool) -> bool | None:
+        """Whether the template ends an assistant's message with a token that ends answers; None: that is not shown.
+
+        Tried once, with another message after it: a later one's end must not be taken for this one's. Learns on the way
+        whether the template puts arguments together as text, as some do.
+        """
+        call = ToolCall("a" * 9, "f", "{}")
+        said = Message("assistant", "", None, (call,) if calls else ())
+        follows = "b" + self._mark  # what a template does to an edge of a text it does to this too
+        last = Message("tool", follows, tool_call_id=call.id, name="f") if calls else Message("user", follows)
+        tried = Conversation((Message("user", "a"), said, last), (_TOOL,) if calls else ())
+        for self._arguments_as_text in (False, True) if calls else (False,):
+            shown = self._shown(tried)
+            shown[1] = self._marked(shown[1])
+            try:
+                text = self._text(tried, shown)
+            except BadRequestError:
+                continue
+            before, found, _ = text.partition(follows)
+            _, marked, between = before.rpartition(self._mark)
+            return self._first_end(between) is not None if found and marked else None
+        self._arguments_as_text = False
+        return None
+
+    def _shown(self, conversation: Conversation) -> list[dict[str, Any]]:
+        return [message.rendered(self._arguments_as_text) for message in conversation.messages]
+
+    def _marked(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The assistant's message with the mark where the template shows its text and its arguments.
+
+        The names of its calls stay: some templates name them again where they show the results.
+        """
+        marked = {"role": message["role"], "content": self._mark}
+        if "tool_calls" in message:
+            arguments = self._mark if self._arguments_as_text else {self._mark: self._mark}
+            marked["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": arguments}} for call in message["tool_calls"]
+            ]
+        return marked
 
     def _text(self, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
         for message in messages:
@@ -174,15 +232,20 @@ class Template:
             raise BadRequestError(f"the chat template refuses these messages: {error}", param="messages") from None
         return str(text)
 
-    def _end_texts(self, model_path: Path) -> list[str]:
-        """The tokens that end an answer: the tokenizer's, and those that generation stops at."""
-        file = model_path / "generation_config.json"
-        told = orjson.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
-        ids = {self._tokenizer.eos_token_id, *(told if isinstance(told, list) else [told])} - {None}
-        return [self._special[id] for id in sorted(ids) if id in self._special]
+    def _end_texts(self, model_path: Path) -> dict[int, str]:
+        """The special tokens that end an answer: what the tokenizer and the model's files call so, as for engines."""
+        ids = {self._tokenizer.eos_token_id}
+        for file in (model_path / "generation_config.json", model_path / "config.json"):
+            told = orjson.loads(file.read_bytes()).get("eos_token_id") if file.exists() else None
+            ids.update(told if isinstance(told, list) else [told])
+        return {id: self._special[id] for id in sorted(ids - {None}) if id in self._special}
 
     def _encode(self, text: str) -> Ids:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        if len(text) <= SHORT_CHARS:
+            return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        # Of the tokenizer's functions only those for many texts let the event loop go on meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int32)
 
 
 class Detokenizer:
@@ -259,15 +322,3 @@ def _size(conversation: Conversation) -> int:
         len(message.content) + len(message.reasoning or "") + sum(len(call.arguments) for call in message.tool_calls)
         for message in conversation.messages
     )
-
-
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """The assistant's message with the sentinel where the template shows its text and the names of its calls.
-
-    Nothing else of it is shown, so that the first token after the last sentinel which ends an answer ends this one.
-    """
-    marked = {"role": message["role"], "content": _SENTINEL}
-    if "tool_calls" in message:
-        function = {"name": _SENTINEL, "arguments": {}}
-        marked["tool_calls"] = [{**call, "function": function} for call in message["tool_calls"]]
-    return marked

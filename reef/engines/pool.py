@@ -273,7 +273,7 @@ class Engines:
         if chosen not in ready:
             chosen = min(ready, key=lambda replica: (replica.num_in_flight, self._random.random()))
         assert chosen is not None
-        if session is not None and chosen in self._replicas:
+        if session is not None and len(self._replicas) > 1 and chosen in self._replicas:
             self._sessions[session] = chosen
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:

@@ -30,6 +30,14 @@ class Exchange:
     created_at: float
 
 
+def scenario_of(connection: Connection, request_id: str) -> str:
+    """The scenario of a request, deleted or not. Raises NotFoundError."""
+    scenario = connection.scalar(_SCENARIO, {"request": request_id})
+    if scenario is None:
+        raise NotFoundError(f"no request {request_id}")
+    return str(scenario)
+
+
 def read(connection: Connection, request_id: str) -> Exchange:
     """Raises NotFoundError, GoneError where it was deleted, DamagedError."""
     row = connection.execute(_BY_REQUEST, {"request": request_id}).first()
@@ -59,6 +67,7 @@ def read(connection: Connection, request_id: str) -> Exchange:
 
 
 # Built once: making a statement costs more than running it.
+_SCENARIO = select(requests.c.scenario).where(requests.c.id == bindparam("request"))
 _BY_REQUEST = (
     select(
         receipts.c.id.label("receipt_id"),

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.routing import compile_path
 from starlette.types import Scope
@@ -23,13 +22,14 @@ from reef.errors import ForbiddenError, NotFoundError, UnauthorizedError
 
 ANY: Final = "any"  # a key, whatever its roles
 OPEN: Final = "open"  # no key: a supervisor has none
+WHOLE: Final = "whole"  # a key, whatever its roles, that is bound to no scenarios: what it reads is of all of them
 
-# What each route needs: a role, or one of the two above. `{name}` below /reef/scenarios is the scenario, which the key
-# must be allowed to see. A route that is not here is the admins'; to everybody else it does not exist.
+# What each route needs: a role, or one of the three above. `{name}` below /reef/scenarios is the scenario, which the
+# key must be allowed to see. A route that is not here is the admins'; to everybody else it does not exist.
 NEEDS: Final[Mapping[str, str]] = {
     "GET /healthz": OPEN,
     "GET /readyz": OPEN,
-    "GET /metrics": ANY,
+    "GET /metrics": WHOLE,
     "GET /openapi.json": ANY,
     "GET /v1/models": "infer",
     "POST /v1/chat/completions": "infer",
@@ -108,7 +108,7 @@ class Access:
         needed, scenario = _route(scope["method"], scope["path"])
         if needed == OPEN:
             return None
-        caller = ANYONE if self.open else self._identify(Headers(scope=scope))
+        caller = ANYONE if self.open else self._identify(named_headers(scope))
         if needed is None and "admin" not in caller.roles:
             raise NotFoundError(f"{scope['method']} {scope['path']}: Not Found")
         if needed in ROLES and needed not in caller.roles:
@@ -117,13 +117,21 @@ class Access:
                 param="role",
                 code="role_missing",
             )
+        if needed == WHOLE and caller.scenarios is not None:
+            raise ForbiddenError(
+                f"this is about all scenarios; the key {caller.name} is bound to {', '.join(sorted(caller.scenarios))}",
+                param="scenario",
+                code="scenario_forbidden",
+            )
         if scenario is not None:
             _require(caller, scenario)
+        if caller.scenarios is not None and (header := named_headers(scope).get("x-reef-scenario")):
+            _require(caller, header)  # whatever the route makes of it
         return caller
 
-    def _identify(self, headers: Headers) -> Caller:
+    def _identify(self, headers: Mapping[str, str]) -> Caller:
         kind, _, key = headers.get("authorization", "").partition(" ")
-        given = key if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        given = key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not given:
             raise UnauthorizedError(f"a key is needed: Authorization: Bearer KEY{self._hint}", code="missing_api_key")
         digest = keys.hash_of(given)
@@ -134,6 +142,21 @@ class Access:
         if found is None:
             raise UnauthorizedError("the key is none that this service knows")
         return found
+
+
+def named_headers(scope: Scope) -> Mapping[str, str]:
+    """The headers of a request by name; the first of those that come twice. Made once: Starlette looks through all."""
+    found: Mapping[str, str] | None = scope.get("reef.headers")
+    if found is None:
+        found = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        scope["reef.headers"] = found
+    return found
+
+
+def headers_of(http: HttpRequest) -> Mapping[str, str]:
+    """The headers of a request that came through the door, by name in lower case."""
+    found: Mapping[str, str] = http.scope["reef.headers"]
+    return found
 
 
 def caller(http: HttpRequest) -> Caller:

@@ -1,12 +1,12 @@
 """Pages of other sites in a browser on this machine may not ask: they could reach a service that nobody else can."""
 
-from starlette.datastructures import Headers
+from collections.abc import Mapping
 
 from reef.config import LOOPBACK
 from reef.errors import ForbiddenError
 
 
-def refuse_other_sites(headers: Headers, is_open: bool) -> None:
+def refuse_other_sites(headers: Mapping[str, str], is_open: bool) -> None:
     """Check `Origin`; and `Host` where no key is asked.
 
     A page's own name may be made to resolve to this machine (DNS rebinding), and then its `Origin` is the host that it

@@ -30,7 +30,7 @@ async def stream(house: House, http: HttpRequest, work: Work, events: Events) ->
     limit_s = house.config.inference.first_token_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            first = await unless_gone(http, asyncio.create_task(_next(items)))
+            first = await unless_gone(http, anext(items))
     except TimeoutError:
         raise EngineTimeoutError(
             f"no token came within {limit_s:g} s (inference.first-token-timeout-s)",
@@ -54,10 +54,6 @@ class _EventStream(StreamingResponse):
         finally:
             await self._events.aclose()
             await self._source.aclose()
-
-
-async def _next(items: AsyncGenerator[T]) -> T:
-    return await anext(items)
 
 
 async def _chain(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:

@@ -20,7 +20,7 @@ from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
 from reef.ledger.scenarios import Scenario
 from reef.observe import Metrics, log
-from reef.service.access import Access, caller, require_scenario
+from reef.service.access import Access, caller, headers_of, require_scenario
 from reef.service.turns import Turns
 from reef.storage import Storage
 
@@ -78,7 +78,7 @@ class House:
             ForbiddenError: the key is bound to others.
         """
         name = (
-            http.headers.get("x-reef-scenario")
+            headers_of(http).get("x-reef-scenario")
             or caller(http).only_scenario
             or self.config.recipe.scenario
             or DEFAULT_SCENARIO
@@ -95,7 +95,7 @@ class House:
             ConflictError: `x-reef-recipe` is not its recipe.
         """
         name = self.scenario_name(http)
-        recipe = http.headers.get("x-reef-recipe")
+        recipe = headers_of(http).get("x-reef-recipe")
         scenario = self._known.get(name)
         if scenario is None:
             scenario = await self.ledger.read(scenarios.find, name)

@@ -53,6 +53,16 @@ def check_num_messages(house: House, num_messages: int, param: str = "messages")
         )
 
 
+def text_of(header: str) -> str:
+    """A header's text: where it is not ASCII, clients and paths say it in UTF-8, and the framework read latin-1."""
+    if header.isascii():
+        return header
+    try:
+        return header.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return header
+
+
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Answer with `content` as JSON. It must be what orjson can write, with text as keys."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")

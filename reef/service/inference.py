@@ -10,8 +10,7 @@ Whatever API a request came through, this is the same; `openai.py`, `anthropic.p
 import asyncio
 import contextlib
 import time
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -27,9 +26,11 @@ from reef.engines.client import EngineClient
 from reef.errors import BadRequestError, ClientGoneError, EngineError, ReefError
 from reef.faults import reach
 from reef.ledger import receipts
+from reef.ledger.identity import new_id
 from reef.observe import log
-from reef.service.access import caller
+from reef.service.access import caller, headers_of
 from reef.service.house import House
+from reef.service.http import text_of
 from reef.service.turns import Named, Place
 from reef.storage import is_release
 from reef.types import PURPOSES, FinishReason, Generation, Ids, Receipt, Request, Sampling
@@ -108,7 +109,7 @@ async def ask_text(house: House, http: HttpRequest, ask: Ask, prompt_ids: Ids) -
 async def run_whole(house: House, http: HttpRequest, work: Work) -> Sequence[Answer]:
     """Sample all choices and record them. A client that goes away aborts the work on the engine."""
     async with _engine(house, http, work.request) as engine:
-        generations = await unless_gone(http, asyncio.create_task(engine.generate(work.request)))
+        generations = await unless_gone(http, engine.generate(work.request))
     keep = house.dialect.keep if work.place is not None else frozenset()
     texts = await house.template.decode_all([generation.output_ids for generation in generations], keep)
     replies = [
@@ -163,7 +164,7 @@ def _parser(house: House, work: Work, choice: int) -> ReplyParser:
 
 
 async def _request(house: House, http: HttpRequest, ask: Ask, place: Place) -> Request:
-    purpose = http.headers.get("x-reef-purpose", "train")
+    purpose = headers_of(http).get("x-reef-purpose", "train")
     if purpose not in PURPOSES:
         raise BadRequestError(f"x-reef-purpose: expected one of {PURPOSES}, got {purpose!r}", param="x-reef-purpose")
     sampling = replace(ask.sampling, max_tokens=_max_tokens(house, place.prompt_ids, ask))
@@ -173,7 +174,7 @@ async def _request(house: House, http: HttpRequest, ask: Ask, place: Place) -> R
         house.metrics.neutralised.inc()
         sampling = neutral
     return Request(
-        id=f"req_{uuid.uuid4().hex}",
+        id=new_id("req_"),
         scenario=scenario.name,
         api=ask.api,
         prompt_ids=place.prompt_ids,
@@ -185,7 +186,11 @@ async def _request(house: House, http: HttpRequest, ask: Ask, place: Place) -> R
         session=_session(http),
         parent=place.parent,
         continued_by=place.continued_by,
-        tags={name[len(TAG_PREFIX) :]: value for name, value in http.headers.items() if name.startswith(TAG_PREFIX)},
+        tags={
+            name[len(TAG_PREFIX) :]: text_of(value)
+            for name, value in headers_of(http).items()
+            if name.startswith(TAG_PREFIX)
+        },
         top_logprobs=ask.top_logprobs,
         template_digest=house.template.template_digest if ask.api != "completions" else None,
         tokenizer_digest=house.template.tokenizer_digest,
@@ -194,12 +199,12 @@ async def _request(house: House, http: HttpRequest, ask: Ask, place: Place) -> R
 
 def _session(http: HttpRequest) -> str | None:
     names = ("x-reef-session", "x-session-id", "session-id")  # ours, many agents', codex's
-    return next((value for name in names if (value := http.headers.get(name))), None)
+    return next((text_of(value) for name in names if (value := headers_of(http).get(name))), None)
 
 
 def _named(http: HttpRequest, named: Named | None) -> Named | None:
     """`named`: by the body."""
-    header = http.headers.get("x-reef-parent")
+    header = headers_of(http).get("x-reef-parent")
     if header and named is not None and header != named.receipt_id:
         raise BadRequestError(
             f"x-reef-parent names {header}, the body {named.receipt_id}: a turn continues one", param="x-reef-parent"
@@ -208,7 +213,7 @@ def _named(http: HttpRequest, named: Named | None) -> Named | None:
 
 
 def _engine(house: House, http: HttpRequest, request: Request) -> contextlib.AbstractAsyncContextManager[EngineClient]:
-    return house.engines.acquire(request.session, http.headers.get("x-reef-release"))
+    return house.engines.acquire(request.session, headers_of(http).get("x-reef-release"))
 
 
 async def _record(
@@ -220,10 +225,10 @@ async def _record(
     place = work.place
     keys = [place.turn_key(reply) if place is not None and reply is not None else None for reply in replies]
     made = [
-        receipts.make(work.request, choice, generation, house.engines.build, f"rcp_{uuid.uuid4().hex}", now, key)
+        receipts.make(work.request, choice, generation, house.engines.build, new_id("rcp_"), now, key)
         for choice, (generation, key) in enumerate(zip(generations, keys, strict=True))
     ]
-    await house.ledger.write(receipts.record, work.request, made)
+    await house.ledger.write_together(receipts.record_all, (work.request, made))
     reach("receipt.written")
     house.metrics.receipts.inc(len(made))
     house.metrics.sampled_tokens.inc(sum(len(generation.output_ids) for generation in generations))
@@ -299,19 +304,22 @@ def _check_stop_ids(house: House, sampling: Sampling) -> None:
         )
 
 
-async def unless_gone(http: HttpRequest, work: asyncio.Task[T]) -> T:
+async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
     """What `work` returns. Raises ClientGoneError, and cancels the work, where the client goes away first."""
-    gone = asyncio.create_task(_disconnected(http))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise ClientGoneError("the client closed its connection")
-    finally:
-        gone.cancel()
-        work.cancel()
+    async with asyncio.timeout(None) as limit:
+        watch = asyncio.create_task(_watch(http, limit))
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if limit.expired():
+                raise ClientGoneError("the client closed its connection") from None
+            raise
+        finally:
+            watch.cancel()
 
 
-async def _disconnected(http: HttpRequest) -> None:
+async def _watch(http: HttpRequest, limit: asyncio.Timeout) -> None:
+    """Ends the time limit of the work as soon as its client is gone."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
+    limit.reschedule(0)

@@ -44,7 +44,7 @@ def without_prefix(scope: Scope) -> Scope:
             headers.append((name, value))
     path = match[3]
     changed: dict[str, Any] = {"path": unquote_to_bytes(path).decode(errors="replace"), "raw_path": path}
-    return {**scope, **changed, "headers": headers}
+    return {**scope, **changed, "headers": headers, "reef.headers": None}
 
 
 def _raw_path(scope: Scope) -> bytes:

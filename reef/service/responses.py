@@ -5,7 +5,7 @@ before, as their clients sent them, and the replies as they are read from the st
 same as before (instructions, tools), it continues the stored ids of the last of them; otherwise it is a new branch.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from reef.chat.template import cut_at_stop
 from reef.errors import ConflictError, GoneError, NotFoundError, ReefError, TooLargeError
 from reef.ledger import exchanges
 from reef.ledger.exchanges import Exchange
-from reef.service.access import require_visible
+from reef.service.access import caller
 from reef.service.document import INFERENCE, answers
 from reef.service.events import stream
 from reef.service.house import House
@@ -66,9 +66,7 @@ async def get_response(response_id: str, http: HttpRequest) -> Response:
     house = house_of(http)
 
     def read(connection: Connection) -> Exchange:
-        found = _exchange(connection, response_id)
-        require_visible(http, found.scenario, _unknown(response_id))
-        return found
+        return _exchange(connection, response_id, caller(http).sees)
 
     found = await house.ledger.read(read)
     body = parse(ResponsesBody, found.body)
@@ -232,9 +230,7 @@ def _chain(connection: Connection, response_id: str, scenario: str, limit: int) 
     found: list[tuple[Exchange, ResponsesBody]] = []
     previous: str | None = response_id
     while previous is not None:
-        exchange = _exchange(connection, previous)
-        if exchange.scenario != scenario:
-            raise _unknown(previous)
+        exchange = _exchange(connection, previous, lambda name: name == scenario)
         if exchange.finish_reason is FinishReason.ABORT:
             raise ConflictError(
                 f"{previous} was cut off: nothing continues it", param="previous_response_id", code="response_aborted"
@@ -249,11 +245,15 @@ def _chain(connection: Connection, response_id: str, scenario: str, limit: int) 
     return found[::-1]
 
 
-def _exchange(connection: Connection, response_id: str) -> Exchange:
+def _exchange(connection: Connection, response_id: str, is_seen: Callable[[str], bool]) -> Exchange:
+    """`is_seen`: of a scenario; what is in others is as if it were not there, and so is what was deleted of them."""
+    request_id = f"req_{response_id.removeprefix(_PREFIX)}"
     if not response_id.startswith(_PREFIX):
         raise _unknown(response_id)
     try:
-        found = exchanges.read(connection, f"req_{response_id.removeprefix(_PREFIX)}")
+        if not is_seen(exchanges.scenario_of(connection, request_id)):
+            raise _unknown(response_id)
+        found = exchanges.read(connection, request_id)
     except NotFoundError:
         raise _unknown(response_id) from None
     except GoneError:

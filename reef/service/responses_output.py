@@ -8,8 +8,7 @@ A whole answer is made the same way, so that it cannot differ from a streamed on
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
+from reef.chat.conversation import read_arguments
 from reef.chat.reply import Delta, ReasoningDelta, Reply, TextDelta, ToolCallArguments, ToolCallBegin
 
 Event = dict[str, Any]  # without its sequence number
@@ -165,10 +164,10 @@ class _Call:
 
     @property
     def is_broken(self) -> bool:
-        """Whether its arguments are no JSON: the reply has it as text."""
+        """Whether its arguments are none that a call can have: the reply has it as text."""
         try:
-            orjson.loads("".join(self._arguments))
-        except orjson.JSONDecodeError:
+            read_arguments("".join(self._arguments))
+        except ValueError:
             return True
         return False
 

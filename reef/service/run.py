@@ -67,7 +67,6 @@ async def serve(config: Config, announce: Announce) -> int:
         if ended := leftovers.reap(run_dir):
             announce(f"ended {ended} processes that the last service here left behind")
         listener = stack.enter_context(_listen(config.reef.host, config.reef.port))
-        access = Access(config.reef, _key(config, announce))
         ledger = Ledger.open(config.ledger_url, config.reef.max_pending_writes, config.storage.lease_timeout_s)
         stack.callback(ledger.close)
         template = Template(config.inference.model_path)
@@ -75,6 +74,7 @@ async def serve(config: Config, announce: Announce) -> int:
         told = config.inference
         dialect = Dialect(template, told.model_path, told.tool_call_parser, told.reasoning_parser)
         turns = Turns(ledger, template, dialect, told.history == "exact", told.history_cache_tokens)
+        access = Access(config.reef, _key(config, announce))
         metrics = Metrics()
         house = House(
             config, ledger, Engines(config, metrics, _hosts(config)), template, dialect, turns, metrics, access
@@ -98,6 +98,7 @@ class _Run:
                 http="httptools",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # nobody asks where a request came from
                 lifespan="off",
                 timeout_graceful_shutdown=GRACE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,

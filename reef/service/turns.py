@@ -10,7 +10,7 @@ from reef.chat import history
 from reef.chat.conversation import Conversation
 from reef.chat.dialect import Dialect, read_whole
 from reef.chat.reply import Reply
-from reef.chat.template import Template
+from reef.chat.template import Template, cut_at_stop
 from reef.errors import ConflictError, GoneError, NotFoundError
 from reef.ledger import turns
 from reef.ledger.ledger import Ledger
@@ -49,6 +49,7 @@ class Turns:
         """`exact`: continue stored ids; else every conversation is rendered whole. `cache_tokens` bounds the memory."""
         self._ledger = ledger
         self._template = template
+        self._digests = f"{template.template_digest} {template.tokenizer_digest}"  # other ids mean another text
         self._dialect = dialect
         self._exact = exact
         self._cache_tokens = cache_tokens
@@ -68,7 +69,7 @@ class Turns:
             BadRequestError: the template refuses the messages.
             NotFoundError, GoneError, ConflictError: the named turn is not there, or the messages do not continue it.
         """
-        root = history.root(scenario, owner, self._template.template_digest, conversation)
+        root = history.root(scenario, owner, self._digests, conversation)
         keys = history.keys(root, conversation.messages)
         key = keys[-1] if keys else root
         if self._exact:
@@ -80,6 +81,8 @@ class Turns:
                     return Place(np.concatenate([turn.ids, after]), key, turn.receipt_id, how)
                 if named is not None:
                     raise _not_continued(named, "the chat template does not show where the assistant's message ends")
+        elif named is not None and named.how == "explicit":
+            raise _not_continued(named, "every conversation is rendered anew (inference.history: template)")
         return Place(await self._template.render(conversation), key)
 
     async def continue_ids(self, prompt_ids: Ids, scenario: str, named: Named) -> Place:
@@ -120,24 +123,24 @@ class Turns:
                 turn = await self._turn(receipt_id)
             except (GoneError, NotFoundError):  # deleted since it was found
                 continue
-            if self._same_reasoning(conversation, at[key], turn):
+            if await self._same_reasoning(conversation, at[key], turn):
                 return turn, at[key], how
         return None
 
     async def _named_key(self, scenario: str, named: Named) -> str | None:
         its_scenario, key = await self._ledger.read(turns.key_of, named.receipt_id)
         if its_scenario != scenario:
-            raise NotFoundError(f"no receipt {named.receipt_id} in scenario {scenario}", code="receipt_not_found")
+            raise NotFoundError(f"no receipt {named.receipt_id}", code="receipt_not_found")  # as if it were not there
         return key
 
-    def _same_reasoning(self, conversation: Conversation, index: int, turn: PastTurn) -> bool:
+    async def _same_reasoning(self, conversation: Conversation, index: int, turn: PastTurn) -> bool:
         """Only a client that sends reasoning has it looked at: what it left out may be anything."""
         told = conversation.messages[index]
         if not told.reasoning:
             return True
         parser = self._dialect.reader(conversation.tools, "", turn.ids[: turn.num_prompt])
-        text = self._template.decode(turn.output_ids.tolist(), self._dialect.keep)
-        return history.same_reasoning(told, read_whole(parser, text).message())
+        (text,) = await self._template.decode_all([turn.output_ids], self._dialect.keep)
+        return history.same_reasoning(told, read_whole(parser, cut_at_stop(text, turn.matched)).message())
 
     async def _turn(self, receipt_id: str) -> PastTurn:
         if (turn := self._recent.get(receipt_id)) is None:

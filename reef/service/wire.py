@@ -1,6 +1,7 @@
 """Bodies that clients send, and how they become types. Unknown fields are refused by name."""
 
 from collections.abc import Mapping, Sequence
+from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -13,6 +14,7 @@ from reef.types import Report
 MAX_REFERENCES = 1024
 MAX_DEPTH = 64  # of lists and objects within one another in a field that takes any JSON
 MAX_INT = 2**31 - 1
+MAX_SHOWN = 120  # characters of a wrong value that its error repeats
 
 
 class Body(BaseModel):
@@ -137,6 +139,21 @@ def parse(model: type[B], raw: bytes) -> B:
     return checked
 
 
+class _Shown(Repr):
+    """A wrong value in an error, however large or deep it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxstring = self.maxother = MAX_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < MAX_SHOWN else f"an integer of {x.bit_length()} bits"
+
+
+_SHOWN = _Shown()
+
+
 def _explained(error: ValidationError, body: Any) -> BadRequestError:
     details = error.errors(include_url=False)
     fields = [_field(detail["loc"], detail["type"], body) for detail in details]
@@ -149,7 +166,7 @@ def _explained(error: ValidationError, body: Any) -> BadRequestError:
     if detail["type"] == "missing":
         return BadRequestError(f"{field} is missing", param=field, code="missing_field")
     message = detail["msg"].removeprefix("Value error, ")
-    shown = repr(detail["input"])[:120]
+    shown = _SHOWN.repr(detail["input"])[:MAX_SHOWN]
     return BadRequestError(f"{field}: {message[:1].lower()}{message[1:]}, got {shown}", param=field)
 
 

@@ -9,7 +9,7 @@ What one reply consists of (reasoning, text, calls) comes as items of its own an
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from reef.chat.conversation import Message, ToolCall
 from reef.errors import BadRequestError
@@ -24,6 +24,7 @@ class TextContent(Body):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     prompt_cache_breakpoint: JsonObject | None = None  # a hint that changes no answer
+    parsed: Any = None  # what OpenAI's SDK read out of the text
 
 
 class RefusalContent(Body):
@@ -46,11 +47,14 @@ class Other(BaseModel):
 
 
 def kind_of(known: Sequence[str], default: str | None = None) -> Discriminator:
-    """Tells items apart by their type: one of `known`, else `other`; what has no type is a `default`."""
+    """Tells items apart by their type: one of `known`, else `other`; what has no type is a `default`.
+
+    Tags stand in the locations of errors; in brackets they are in no body, so that they can be told from fields.
+    """
 
     def kind(value: Any) -> str:
         name = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        return str(name) if name in known else "other"
+        return f"<{name}>" if name in known else "<other>"
 
     return Discriminator(kind)
 
@@ -58,13 +62,15 @@ def kind_of(known: Sequence[str], default: str | None = None) -> Discriminator:
 def _part_kind(value: Any) -> str:
     name = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if name == "refusal":
-        return "refusal"
+        return "<refusal>"
     texts = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-    return "text" if name in texts else "other"
+    return "<text>" if name in texts else "<other>"
 
 
 Part = Annotated[
-    Annotated[TextContent, Tag("text")] | Annotated[RefusalContent, Tag("refusal")] | Annotated[Other, Tag("other")],
+    Annotated[TextContent, Tag("<text>")]
+    | Annotated[RefusalContent, Tag("<refusal>")]
+    | Annotated[Other, Tag("<other>")],
     Discriminator(_part_kind),
 ]
 Status = Literal["in_progress", "completed", "incomplete"] | None
@@ -90,9 +96,11 @@ class FunctionCallItem(Body):
     arguments: str
     id: str | None = None
     status: Status = None
-    async_: Literal[False] | None = Field(None, alias="async")
+    # The second name is what OpenAI's SDK makes of it in `model_dump()`.
+    async_: Literal[False] | None = Field(None, validation_alias=AliasChoices("async", "async_"))
     caller: JsonObject | None = None
     namespace: str | None = None
+    parsed_arguments: Any = None  # what OpenAI's SDK read out of `arguments`
 
 
 class FunctionOutputItem(Body):
@@ -121,11 +129,11 @@ class ReasoningItem(Body):
 
 AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | Other
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[Other, Tag("other")],
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[Other, Tag("<other>")],
     kind_of(("message", "function_call", "function_call_output", "reasoning"), default="message"),
 ]
 

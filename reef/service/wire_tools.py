@@ -43,7 +43,7 @@ class FunctionTool(Body):
 
 
 InNamespace = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[Other, Tag("other")],
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[Other, Tag("<other>")],
     kind_of(("function",)),
 ]
 
@@ -63,9 +63,9 @@ class NamespaceTool(Body):
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[Other, Tag("other")],
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[Other, Tag("<other>")],
     kind_of(("function", "namespace")),
 ]
 

@@ -22,6 +22,7 @@ class Held:
     other_fds: int
     threads: int
     tasks: int  # asyncio
+    blocks: int  # of memory, by Python's objects
     rss_bytes: int
 
 
@@ -40,6 +41,7 @@ def look(service: Service, engine_url: str) -> Held:
         other_fds=num_fds - clients - to_engine,
         threads=process.num_threads(),
         tasks=int(metrics["reef_asyncio_tasks"]),
+        blocks=int(metrics["reef_python_memory_blocks"]),
         rss_bytes=process.memory_info().rss,
     )
 

@@ -19,7 +19,9 @@ NUM_REQUESTS = 20_000
 NUM_ROUNDS = 5  # with a look after each
 WARM_UP = 2_000  # until the caches, which have a bound, are full
 NUM_CLIENTS = 96
-MAX_GROWN_BYTES = 8 * 2**20  # of memory, from the first round to the last: 500 bytes a request, less than a turn takes
+FEW = 4
+MAX_GROWN_BLOCKS = 8_000  # of Python's memory from the first round to the last: half a block a request
+MAX_GROWN_BYTES = 4 * 2**20  # of all memory, in the same 16,000 requests
 
 
 class Client:
@@ -94,15 +96,18 @@ def test_nothing_grows_over_20000_requests_in_sessions_that_never_end(loaded, en
         looks.append(quiet())
     print("\n".join(map(str, looks)))
 
+    first, last = looks[1], looks[-1]
     for held in looks:
-        assert (held.tasks, held.threads) == (looks[0].tasks, looks[0].threads)
-        assert held.other_fds == looks[0].other_fds
+        assert held.tasks == first.tasks
+        assert held.threads <= first.threads + FEW  # pools make their last threads late
+        assert held.other_fds <= first.other_fds + FEW  # a reader of the ledger has two files
         assert held.to_engine <= 2 * NUM_CLIENTS  # kept for the next requests; each may have been told an abort as well
-    assert looks[-1].rss_bytes - looks[1].rss_bytes < MAX_GROWN_BYTES
+    assert last.blocks - first.blocks < MAX_GROWN_BLOCKS
+    assert last.rss_bytes - first.rss_bytes < MAX_GROWN_BYTES
     metrics = metrics_of(loaded)
-    assert metrics["reef_asyncio_tasks"] == looks[0].tasks
+    assert metrics["reef_asyncio_tasks"] == first.tasks
     assert metrics["reef_in_flight"] == 0
-    assert metrics["process_open_fds"] < looks[0].other_fds + NUM_CLIENTS + 8
+    assert metrics["process_open_fds"] <= first.other_fds + 2 * NUM_CLIENTS + FEW
 
     # And what must stay has stayed.
     told = [id for client in clients for id in client.told]

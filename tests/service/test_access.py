@@ -110,7 +110,9 @@ def test_the_key_is_shown_nowhere(strict, capsys) -> None:
 def test_the_commands_send_the_key(strict, capsys, monkeypatch) -> None:
     run_dir = ["--reef.run-dir", str(strict.run_dir)]
     assert main(["status", *run_dir]) == 1
-    assert "a key is needed" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "a key is needed" in told
+    assert f"commands send --reef.token, else REEF_API_KEY, else {strict.run_dir}/api-key" in told
     assert main(["status", *run_dir, "--reef.token", TOKEN]) == 0
     monkeypatch.setenv("REEF_API_KEY", TOKEN)
     assert main(["releases", *run_dir]) == 0

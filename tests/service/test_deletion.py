@@ -17,10 +17,7 @@ from reef.config import load
 from reef.errors import UnavailableError
 from reef.ledger import batches, deletion, receipts, releases, reports, scenarios
 from reef.ledger.ledger import Ledger
-from reef.observe import Metrics
 from reef.service.app import create_app
-from reef.service.house import House
-from reef.service.turns import Turns
 from reef.types import (
     FinishReason,
     Generation,
@@ -33,6 +30,7 @@ from reef.types import (
     Selection,
     Span,
 )
+from tests.service.rooms import make_house
 
 CONTENT = {"tags", "prompt_token_ids", "token_ids", "logprobs", "matched", "prompt_text", "text", "request"}
 _numbers = itertools.count()
@@ -265,22 +263,11 @@ async def house_with_trainer(tmp_path):
     """A house that is ready, its client, and its trainer."""
     ledger = Ledger.open(f"sqlite:///{tmp_path / 'ledger.db'}")
     dispatcher = FakeDispatcher(ledger)
-    house = House(
-        load(None),
-        ledger,
-        None,
-        None,
-        None,
-        Turns(ledger, None, None, True, 0),
-        Metrics(),
-        None,
-        storage=object(),
-        dispatcher=dispatcher,
-    )
+    house = make_house(load(None), ledger, storage=object(), dispatcher=dispatcher)
     house.waiting_for = None
     transport = httpx.ASGITransport(app=create_app(house))
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://reef") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             yield house, client, dispatcher
     finally:
         ledger.close()

@@ -19,13 +19,11 @@ from reef.errors import ConfigError, LoadFailedError, OwnershipLostError
 from reef.ledger import releases, scenarios
 from reef.ledger.lease import Lease
 from reef.ledger.ledger import Ledger
-from reef.observe import Metrics
 from reef.progress import Progress
 from reef.service import run
-from reef.service.house import House
-from reef.service.turns import Turns
 from reef.storage import Storage
 from reef.types import Operation, Published, Release
+from tests.service.rooms import make_house
 
 
 class FakeLease(Lease):
@@ -173,7 +171,7 @@ def following(tmp_path: Path, starter: Path, monkeypatch: pytest.MonkeyPatch) ->
         ledger.shared, ledger.lease = True, FakeLease()
         ledger.write_owned = ledger.write  # type: ignore[method-assign]
         engines: Any = FakeEngines()
-        house = House(config, ledger, engines, None, None, Turns(ledger, None, None, True, 0), Metrics(), None)  # type: ignore[arg-type]
+        house = make_house(config, ledger, engines)
         with socket.socket() as listener:
             follower = Follower(house, listener, lambda text: None)
             storage = await follower._open_storage()

@@ -14,7 +14,7 @@ import pytest
 
 from reef import keys
 from reef.cli import main
-from reef.service.access import ANY, NEEDS, OPEN
+from reef.service.access import ANY, NEEDS, OPEN, WHOLE
 
 pytestmark = pytest.mark.slow  # engines and services of its own
 
@@ -75,7 +75,7 @@ def test_every_route_is_for_its_role(ask, route) -> None:
         assert refused(httpx.request(method, ask.url + path)) == (401, "authentication_error", "missing_api_key")
         assert refused(ask("unknown", method, path)) == (401, "authentication_error", "invalid_api_key")
     for role in ("infer", "report", "admin"):
-        if need in (role, ANY, OPEN):
+        if need in (role, ANY, OPEN, WHOLE):
             assert ask(role, method, path).status_code not in (401, 403)
         else:
             response = ask(role, method, path)
@@ -138,8 +138,10 @@ def test_receipts_and_reports_of_others_are_as_if_they_were_not_there(ask) -> No
 def test_a_turn_of_others_cannot_be_continued(ask, is_error) -> None:
     turn = ask.chat("theirs")
     more = {**ASK, "messages": [*ASK["messages"], {"role": "assistant", "content": "2"}, *ASK["messages"]]}
-    for there in (turn, "rcp_never"):
-        is_error(ask("mine", "POST", "/v1/chat/completions", more, x_reef_parent=there), 404, code="receipt_not_found")
+    for route, body in (("chat/completions", more), ("completions", {"prompt": "1+1=", "max_tokens": 4})):
+        seen, unseen = (ask("mine", "POST", f"/v1/{route}", body, x_reef_parent=it) for it in (turn, "rcp_never"))
+        is_error(seen, 404, code="receipt_not_found")
+        assert (seen.status_code, seen.text) == (unseen.status_code, unseen.text.replace("rcp_never", turn))
     first = ask("theirs", "POST", "/v1/responses", {"input": "1+1=", "max_output_tokens": 4}).json()
     assert ask("theirs", "GET", f"/v1/responses/{first['id']}").status_code == 200
     seen, unseen = (ask("mine", "GET", f"/v1/responses/{name}") for name in (first["id"], "resp_never"))
@@ -149,6 +151,34 @@ def test_a_turn_of_others_cannot_be_continued(ask, is_error) -> None:
         body = {"input": "2+2=", "max_output_tokens": 4, "previous_response_id": there}
         response = ask("mine", "POST", "/v1/responses", body)
         assert (response.status_code, "theirs" in response.text) == (404, False), response.text
+
+
+def test_what_was_deleted_of_others_is_as_if_it_had_never_been_there(ask) -> None:
+    response = ask("theirs", "POST", "/v1/responses", {"input": "1+1=", "max_output_tokens": 4})
+    receipt, name = response.headers["x-reef-agent-record-id"], response.json()["id"]
+    assert ask("theirs", "DELETE", f"/reef/receipts/{receipt}").status_code == 200
+    assert ask("theirs", "GET", f"/v1/responses/{name}").status_code == 410
+    for method, route, body in (
+        ("GET", "/v1/responses/{}", None),
+        ("POST", "/v1/responses", {"input": "2+2=", "max_output_tokens": 4, "previous_response_id": "{}"}),
+        ("POST", "/v1/chat/completions", ASK),
+        ("GET", "/reef/receipts/{}?format=atif", None),
+    ):
+        told = []
+        for there in (name, "resp_never") if "responses" in route else (receipt, "rcp_never"):
+            sent = body and {key: there if value == "{}" else value for key, value in body.items()}
+            headers = {"x_reef_parent": there} if body is ASK else {}
+            response = ask("mine", method, route.format(there), sent, **headers)
+            told.append((response.status_code, response.text.replace(there, "it")))
+        assert told[0] == told[1]
+        assert told[0][0] == 404
+
+
+def test_sums_over_all_scenarios_are_not_for_a_bound_key(ask, is_error) -> None:
+    is_error(ask("mine", "GET", "/metrics"), 403, code="scenario_forbidden", says="the key mine is bound to mine")
+    told = {key: ask(key, "GET", "/reef/status").json()["ledger"] for key in ("mine", "admin")}
+    assert told["mine"] == {"error": None, "used_bytes": None, "deleted_receipts": None}
+    assert told["admin"]["used_bytes"] > 0
 
 
 def test_the_status_shows_a_bound_key_nothing_of_the_scenario_that_trains(ask) -> None:

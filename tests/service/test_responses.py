@@ -305,6 +305,12 @@ def test_the_header_and_the_body_cannot_name_two_turns(client, is_error) -> None
         ({"messages": []}, "messages", "unknown_field"),
         ({"max_output_tokens": 0}, "max_output_tokens", "bad_field"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "bad_field"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "colour": 1}]}]},
+            "input.0.content.0.colour",
+            "unknown_field",
+        ),
+        ({"tools": [{"type": "function", "name": "x", "function": {}}]}, "tools.0.function", "unknown_field"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "unsupported_field"),
         ({"input": [{"type": "computer_call_output"}]}, "input.0", "unsupported_field"),
         (

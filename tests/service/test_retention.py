@@ -13,12 +13,10 @@ import pytest
 from reef.config import load
 from reef.ledger import deletion, receipts, reports, scenarios
 from reef.ledger.ledger import Ledger
-from reef.observe import Metrics
 from reef.service import retention
-from reef.service.house import House
 from reef.service.retention import Retention
-from reef.service.turns import Turns
 from reef.types import Drop, FinishReason, Generation, Report, Request, Sampling, Span
+from tests.service.rooms import make_house
 
 DAY = 86_400.0
 NOW = 100 * DAY
@@ -30,9 +28,7 @@ class Home:
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.ledger = Ledger.open(f"sqlite:///{directory / 'ledger.db'}")
-        self.house = House(
-            load(None, flags), self.ledger, None, None, None, Turns(self.ledger, None, None, True, 0), Metrics(), None
-        )  # type: ignore[arg-type]
+        self.house = make_house(load(None, flags), self.ledger)
         self.retention = Retention(self.house)
         self._prompts: dict[str, Any] = {}
 

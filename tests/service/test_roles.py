@@ -12,7 +12,7 @@ from starlette.routing import Route
 from reef import keys
 from reef.config import ROLES, load
 from reef.errors import ConfigError, ForbiddenError, NotFoundError, UnauthorizedError
-from reef.service.access import ANY, NEEDS, OPEN, Access
+from reef.service.access import ANY, NEEDS, OPEN, WHOLE, Access
 from reef.service.app import ROOMS, create_app
 
 HASH = "0" * 64
@@ -36,7 +36,7 @@ def test_every_route_says_what_it_needs() -> None:
     found = all_routes(create_app(house))  # type: ignore[arg-type]
     assert len(found) > 20
     assert [route for route in found if route not in NEEDS] == []
-    assert set(NEEDS.values()) == {*ROLES, ANY, OPEN}
+    assert set(NEEDS.values()) == {*ROLES, ANY, OPEN, WHOLE}
 
 
 def test_what_stands_below_a_scenario_names_it_so_that_it_is_checked() -> None:
@@ -103,7 +103,7 @@ def test_one_role_opens_the_routes_of_that_role_and_no_others(role) -> None:
             )
             assert f"the role {need}" in error.message
             assert "one" in error.message
-    assert opened == {role, ANY, OPEN}
+    assert opened == {role, ANY, OPEN, WHOLE}
 
 
 def test_a_bound_key_uses_the_routes_of_its_scenarios_only() -> None:
@@ -116,6 +116,29 @@ def test_a_bound_key_uses_the_routes_of_its_scenarios_only() -> None:
         assert (refused.value.code, refused.value.param) == ("scenario_forbidden", "scenario")
     with pytest.raises(ForbiddenError):
         doors.admit(scope("DELETE", "/reef/scenarios/theirs/sessions/a/b", x_api_key="bound"))
+
+
+def test_a_scenario_in_a_header_is_checked_whatever_the_route_makes_of_it() -> None:
+    doors = access(bound(scenarios=["mine"]), token="whole")
+    for route in ("GET /v1/models", "GET /reef/reports/x", "GET /reef/scenarios", "POST /v1/chat/completions"):
+        method, _, path = route.partition(" ")
+        assert doors.admit(scope(method, path, x_api_key="bound", x_reef_scenario="mine")) is not None
+        assert doors.admit(scope(method, path, x_api_key="whole", x_reef_scenario="theirs")) is not None
+        with pytest.raises(ForbiddenError) as refused:
+            doors.admit(scope(method, path, x_api_key="bound", x_reef_scenario="theirs"))
+        assert refused.value.code == "scenario_forbidden"
+
+
+def test_the_metrics_of_all_scenarios_are_for_keys_that_are_bound_to_none() -> None:
+    doors = access(bound(scenarios=["mine"]), {"name": "free", "hash": keys.hash_of("free"), "roles": ["report"]})
+    assert doors.admit(scope("GET", "/metrics", x_api_key="free")) is not None
+    with pytest.raises(ForbiddenError, match="about all scenarios; the key bound is bound to mine") as refused:
+        doors.admit(scope("GET", "/metrics", x_api_key="bound"))
+    assert refused.value.code == "scenario_forbidden"
+
+
+def test_space_around_a_bearer_key_is_none_of_it() -> None:
+    assert access(token="whole").admit(scope(authorization="Bearer  whole ")) is not None
 
 
 def test_the_default_scenario_of_a_key_is_the_only_one_it_has() -> None:

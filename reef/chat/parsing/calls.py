@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from reef.chat.conversation import ToolCall
+from reef.chat.conversation import ToolCall, read_arguments
 from reef.chat.parsing.source import SPACE, FormatError, HeldSpace, Markers, Reading, Source, ignore
 from reef.chat.parsing.transcript import Transcript
 
@@ -86,7 +84,7 @@ class Calls:
             self._transcript.arguments(self._index, piece)
 
     def end(self) -> None:
-        """The call is whole. Raises FormatError if it has no name, or arguments that are not JSON."""
+        """The call is whole. Raises FormatError if it has no name, or arguments that `read_arguments` refuses."""
         if not self._refused:
             if self._name is None:
                 raise FormatError
@@ -94,8 +92,8 @@ class Calls:
                 self.arguments("{}")
             text = "".join(self._arguments)
             try:
-                orjson.loads(text)
-            except orjson.JSONDecodeError:
+                read_arguments(text)
+            except ValueError:
                 raise FormatError from None
             self._transcript.call(ToolCall(self._call_id(self._index), self._name, text))
             self._space.release()
