@@ -110,7 +110,7 @@ class Template:
         """Text of ids, special tokens left out but for those in `keep`. Blocks: for a few tokens, or in the thread."""
         if keep:
             ids = [token for token in ids if token in keep or token not in self._special]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=not keep, clean_up_tokenization_spaces=False))
+        return str(self._backend.decode(ids, skip_special_tokens=not keep))
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of those texts that are special tokens."""

@@ -1,7 +1,7 @@
 """Ids of rows: in the order of time, so that an index grows at its end; no two alike, whichever service made them.
 
 With ids at random each row of a group lies in other pages of every index, all of which a commit writes: at 200,000
-receipts a row took four times the processor time and three times the wait.
+receipts a row took four times the processor time.
 """
 
 import os

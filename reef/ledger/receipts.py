@@ -33,6 +33,12 @@ _FIND_WHOLE = (
     .join(requests, requests.c.id == receipts.c.request_id)
     .where(receipts.c.id.in_(bindparam("ids", expanding=True)))
 )
+_FIND_PARENT = (
+    select(receipts.c.output_ids, requests.c.prompt_length, requests.c.prompt_digest, requests.c.deleted_at)
+    .join(requests, requests.c.id == receipts.c.request_id)
+    .where(receipts.c.id == bindparam("parent"))
+    .with_for_update(read=True, of=requests)  # nobody deletes it meanwhile
+)
 Completion = tuple[Request, Sequence[Receipt]]  # a request, and a receipt for each of its choices
 
 
@@ -318,12 +324,7 @@ def body_of(connection: Connection, request_id: str) -> bytes:
 def _prefix_length(connection: Connection, request: Request) -> int:
     if request.parent is None:
         return 0
-    row = connection.execute(
-        select(receipts.c.output_ids, requests.c.prompt_length, requests.c.prompt_digest, requests.c.deleted_at)
-        .join(requests, requests.c.id == receipts.c.request_id)
-        .where(receipts.c.id == request.parent)
-        .with_for_update(read=True, of=requests)  # nobody deletes it meanwhile
-    ).first()
+    row = connection.execute(_FIND_PARENT, {"parent": request.parent}).first()
     if row is None:
         raise NotFoundError(f"no receipt {request.parent} to continue", code="receipt_not_found")
     if row.deleted_at is not None:

@@ -92,14 +92,20 @@ def _in_session(connection: Connection, keys: Sequence[str], scenario: str, sess
     return {row.turn_key: row.id for row in rows}  # the newest comes last
 
 
-def key_of(connection: Connection, receipt_id: str) -> tuple[str, str | None]:
-    """A receipt's scenario, and its key where it is a turn of a chat. Raises NotFoundError, GoneError."""
+def key_of(connection: Connection, receipt_id: str, scenario: str) -> str | None:
+    """A receipt's key where it is a turn of a chat.
+
+    Raises:
+        NotFoundError: it is not in the scenario; whether it is, or was, in another one is not said.
+        GoneError: it was deleted.
+    """
     row = connection.execute(_KEY_OF, {"id": receipt_id}).first()
-    if row is None:
+    if row is None or row.scenario != scenario:
         raise NotFoundError(f"no receipt {receipt_id}", code="receipt_not_found")
     if row.deleted_at is not None:
         raise GoneError(f"receipt {receipt_id} was deleted")
-    return str(row.scenario), row.turn_key
+    key: str | None = row.turn_key
+    return key
 
 
 def _joined(query: Select[tuple[object, ...]]) -> Select[tuple[object, ...]]:

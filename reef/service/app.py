@@ -1,7 +1,6 @@
 """The ASGI application: routes, one place where errors become answers, one middleware around all of it."""
 
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from inspect import signature
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reef.errors import ReefError
+from reef.ledger.identity import new_id
 from reef.service import anthropic, browsers, deletion, openai, records, reports, responses, scenarios, status
 from reef.service.access import named_headers
 from reef.service.document import complete
@@ -74,7 +74,7 @@ class Door:
             return
         started = time.perf_counter()
         headers = named_headers(scope)
-        request_id = scope["reef.request_id"] = headers.get("x-request-id") or uuid.uuid4().hex
+        request_id = scope["reef.request_id"] = headers.get("x-request-id") or new_id("")
         id_headers = (b"x-request-id", b"request-id") if is_anthropic(scope) else (b"x-request-id",)
         status: int | None = None  # until an answer has begun
 

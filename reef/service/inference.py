@@ -23,7 +23,7 @@ from reef.chat.reply import Delta, PlainParser, Reply, ReplyParser
 from reef.chat.template import cut_at_stop
 from reef.engines.answers import Chunk
 from reef.engines.client import EngineClient
-from reef.errors import BadRequestError, ClientGoneError, EngineError, ReefError
+from reef.errors import BadRequestError, ClientGoneError, ConflictError, EngineError, GoneError, ReefError
 from reef.faults import reach
 from reef.ledger import receipts
 from reef.ledger.identity import new_id
@@ -37,6 +37,7 @@ from reef.types import PURPOSES, FinishReason, Generation, Ids, Receipt, Request
 
 T = TypeVar("T")
 TAG_PREFIX = "x-reef-tag-"
+MAX_SESSION_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ async def place_chat(house: House, http: HttpRequest, conversation: Conversation
 
 async def ask_text(house: House, http: HttpRequest, ask: Ask, prompt_ids: Ids) -> Work:
     """Plain ids as engines and ledger see them. Raises what `ask_chat` raises."""
+    _check_ids(house, prompt_ids)
     place = Place(prompt_ids, "")
     if (named := _named(http, ask.named)) is not None:
         place = await house.turns.continue_ids(prompt_ids, house.scenario_name(http), named)
@@ -198,8 +200,12 @@ async def _request(house: House, http: HttpRequest, ask: Ask, place: Place) -> R
 
 
 def _session(http: HttpRequest) -> str | None:
-    names = ("x-reef-session", "x-session-id", "session-id")  # ours, many agents', codex's
-    return next((text_of(value) for name in names if (value := headers_of(http).get(name))), None)
+    for name in ("x-reef-session", "x-session-id", "session-id"):  # ours, many agents', codex's
+        if value := headers_of(http).get(name):
+            if len(value) > MAX_SESSION_CHARS:
+                raise BadRequestError(f"{name}: expected at most {MAX_SESSION_CHARS} characters", param=name)
+            return text_of(value)
+    return None
 
 
 def _named(http: HttpRequest, named: Named | None) -> Named | None:
@@ -228,7 +234,10 @@ async def _record(
         receipts.make(work.request, choice, generation, house.engines.build, new_id("rcp_"), now, key)
         for choice, (generation, key) in enumerate(zip(generations, keys, strict=True))
     ]
-    await house.ledger.write_together(receipts.record_all, (work.request, made))
+    try:
+        await house.ledger.write_together(receipts.record_all, (work.request, made))
+    except GoneError as error:  # nothing is kept that holds what was deleted meanwhile
+        raise _deleted_meanwhile(work.request, error) from None
     reach("receipt.written")
     house.metrics.receipts.inc(len(made))
     house.metrics.sampled_tokens.inc(sum(len(generation.output_ids) for generation in generations))
@@ -236,6 +245,15 @@ async def _record(
         if receipt.turn_key is not None:
             house.turns.remember(receipt)
     return [Answer(receipt, reply or Reply("")) for receipt, reply in zip(made, replies, strict=True)]
+
+
+def _deleted_meanwhile(request: Request, error: GoneError) -> ReefError:
+    """A client that named no turn knows of none that could be gone: asked again, it is a new branch."""
+    if request.continued_by not in ("session", "messages"):
+        return error
+    return ConflictError(
+        "the turn that this request continues was deleted while it was answered: ask again", code="turn_deleted"
+    )
 
 
 def _check_weights(house: House, generations: Sequence[Generation]) -> None:
@@ -285,13 +303,17 @@ def _max_tokens(house: House, prompt_ids: Ids, ask: Ask) -> int:
             param="max_tokens",
             code="context_length_exceeded",
         )
+    return min(limit or room, room)
+
+
+def _check_ids(house: House, prompt_ids: Ids) -> None:
+    """Of a client; those of a rendered chat are the tokenizer's own."""
     outside = (prompt_ids < 0) | (prompt_ids >= house.template.vocab_size)
     if outside.any():
         raise BadRequestError(
             f"prompt: ids must lie in 0..{house.template.vocab_size - 1}, position {int(outside.argmax())} does not",
             param="prompt",
         )
-    return min(limit or room, room)
 
 
 def _check_stop_ids(house: House, sampling: Sampling) -> None:

@@ -128,10 +128,7 @@ class Turns:
         return None
 
     async def _named_key(self, scenario: str, named: Named) -> str | None:
-        its_scenario, key = await self._ledger.read(turns.key_of, named.receipt_id)
-        if its_scenario != scenario:
-            raise NotFoundError(f"no receipt {named.receipt_id}", code="receipt_not_found")  # as if it were not there
-        return key
+        return await self._ledger.read(turns.key_of, named.receipt_id, scenario)
 
     async def _same_reasoning(self, conversation: Conversation, index: int, turn: PastTurn) -> bool:
         """Only a client that sends reasoning has it looked at: what it left out may be anything."""

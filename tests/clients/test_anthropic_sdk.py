@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from tests.clients import guarded as guarded_service
 
 QUESTION = [{"role": "user", "content": "2+3="}]
+pytestmark = pytest.mark.slow  # importing it takes seconds
+
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b" 3}}\n</tool_call>'
@@ -165,7 +167,6 @@ def final(client, streamed, **fields):
 both_ways = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 
 
-@pytest.mark.slow
 @both_ways
 def test_thinking_is_a_block_of_its_own(connect, streamed) -> None:
     thinking, text = final(
@@ -175,7 +176,6 @@ def test_thinking_is_a_block_of_its_own(connect, streamed) -> None:
     assert thinking.signature
 
 
-@pytest.mark.slow
 @both_ways
 def test_a_call_of_a_tool_and_its_result_continue_one_turn(connect, guarded, streamed) -> None:
     client, question = connect(), [{"role": "user", "content": f"2+3= ({streamed})"}]
@@ -192,7 +192,6 @@ def test_a_call_of_a_tool_and_its_result_continue_one_turn(connect, guarded, str
     assert guarded.says.prompts[-1][: len(asked) + len(ids)] == asked + ids
 
 
-@pytest.mark.slow
 def test_the_tool_runner_of_the_client_runs_a_tool_and_comes_to_an_end(connect, guarded) -> None:
     ran = []
 
@@ -212,7 +211,6 @@ def test_the_tool_runner_of_the_client_runs_a_tool_and_comes_to_an_end(connect, 
     assert receipt["parent"] == answers[0].reef["agent_record_id"]
 
 
-@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize(
     "said",
@@ -228,7 +226,6 @@ def test_whatever_is_wrong_with_a_call_the_client_reads_the_message(connect, gua
         assert [(block.type, block.text) for block in message.content] == [("text", BROKEN)]
 
 
-@pytest.mark.slow
 def test_an_answer_is_parsed_to_a_model_of_pydantic(connect, guarded) -> None:
     class Sum(BaseModel):
         sum: int
@@ -239,7 +236,6 @@ def test_an_answer_is_parsed_to_a_model_of_pydantic(connect, guarded) -> None:
     assert '"sum"' in sent["sampling_params"]["json_schema"]
 
 
-@pytest.mark.slow
 def test_every_error_has_its_exception(connect, guarded) -> None:
     client = connect()
     with pytest.raises(anthropic.BadRequestError) as bad:
@@ -266,7 +262,6 @@ def test_every_error_has_its_exception(connect, guarded) -> None:
     assert full.value.response.headers["retry-after"] == "1"
 
 
-@pytest.mark.slow
 def test_an_older_client_sends_its_key_in_another_header(guarded, connect) -> None:
     headers = {"x-api-key": guarded_service.KEY, "anthropic-version": "2023-06-01"}
     assert guarded.service.post("/v1/messages", ASK, headers=headers).status_code == 200
@@ -274,7 +269,6 @@ def test_an_older_client_sends_its_key_in_another_header(guarded, connect) -> No
     assert refused.json()["error"]["type"] == "authentication_error"
 
 
-@pytest.mark.slow
 def test_a_conflict_is_not_asked_again(connect, guarded) -> None:
     """The client would: elsewhere it is a lock that another holds."""
     started = time.monotonic()
@@ -285,7 +279,6 @@ def test_a_conflict_is_not_asked_again(connect, guarded) -> None:
     assert conflict.value.response.request.headers["x-stainless-retry-count"] == "0"
 
 
-@pytest.mark.slow
 @both_ways
 def test_a_full_service_is_asked_again_after_the_time_it_says(connect, guarded, streamed) -> None:
     client = connect(max_retries=2)
@@ -299,7 +292,6 @@ def test_a_full_service_is_asked_again_after_the_time_it_says(connect, guarded, 
     assert time.monotonic() - started >= 1
 
 
-@pytest.mark.slow
 def test_a_service_without_its_engine_answers_503_until_it_is_back(connect, guarded) -> None:
     with guarded.without_engine():
         with pytest.raises(anthropic.ServiceUnavailableError) as away:
@@ -309,7 +301,6 @@ def test_a_service_without_its_engine_answers_503_until_it_is_back(connect, guar
     assert connect(max_retries=5).messages.create(**ASK).content[-1].text == "Five."
 
 
-@pytest.mark.slow
 def test_an_engine_that_fails_in_a_stream_raises(connect, guarded) -> None:
     engine = guarded.says.engine
     first = engine.generation([74], finish_reason=None)

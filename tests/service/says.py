@@ -29,10 +29,10 @@ class Says:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def __call__(self, text: str, *, cut: bool = False) -> list[int]:
-        """Returns the ids that it will have sampled; `cut`: by length, without the end."""
-        ids = self.encode(text if cut else text + STYLES[self.name].end)
-        reason = {"type": "length", "length": len(ids)} if cut else {"type": "stop", "matched": ids[-1]}
+    def __call__(self, text: str, *, cut: bool = False, stopped: str | None = None) -> list[int]:
+        """Returns the ids that it will have sampled; without the end where length `cut` or a string `stopped` it."""
+        ids = self.encode(text if cut or stopped else text + STYLES[self.name].end)
+        reason = {"type": "length", "length": len(ids)} if cut else {"type": "stop", "matched": stopped or ids[-1]}
 
         async def answer(request: Any, body: dict[str, Any]) -> Any:
             self.prompts.append(body["input_ids"])

@@ -195,6 +195,11 @@ def test_headers_say_purpose_session_and_tags(recorder, scenario) -> None:
     assert recorder.receipt(harbor.headers["x-reef-agent-record-id"])["session"] == "trial__agent"
 
 
+def test_a_sessions_name_has_a_bound(recorder, is_error) -> None:
+    assert recorder.chat("1+1=", headers={"x-reef-session": "s" * 256}).status_code == 200
+    is_error(recorder.chat("1+1=", headers={"x-session-id": "s" * 257}), 400, param="x-session-id", says="256")
+
+
 def test_content_in_parts_and_a_name_are_rendered_like_text(recorder) -> None:
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
     body = {"messages": [{"role": "user", "content": parts, "name": "ann"}], "return_token_ids": True, "max_tokens": 1}

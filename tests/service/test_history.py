@@ -184,6 +184,17 @@ def test_a_parent_that_is_named_is_continued_or_refused(talk, recorder, is_error
     is_error(refused(messages, first["agent_record_id"], mine + "-other"), 404, code="receipt_not_found")
 
 
+def test_a_parent_that_was_deleted_is_gone(talk, recorder, is_error) -> None:
+    """Through both APIs that can name one: what does not continue it and what is not there any more are told apart."""
+    chat = talk()
+    first = chat.ask("1+1=")
+    assert recorder.client.delete(f"{recorder.url}/reef/receipts/{first['agent_record_id']}").status_code == 200
+    headers = {**chat.headers, "x-reef-parent": first["agent_record_id"]}
+    body = {"messages": [*chat.messages, user("2+2=")]}
+    is_error(recorder.post(CHAT, body, headers=headers), 410, says=first["agent_record_id"])
+    is_error(recorder.complete(all_ids(first), headers=headers), 410, says=first["agent_record_id"])
+
+
 def test_a_completion_continues_the_ids_of_the_turn_it_names(recorder, scenario, is_error) -> None:
     headers = {"x-reef-scenario": scenario}
     first = recorder.complete([53, 46, 53, 64], headers=headers, max_tokens=4)
@@ -235,7 +246,7 @@ def test_a_long_conversation_stores_what_each_turn_adds(talk, stored, recorder) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_tokens", [0, 4_000_000])
-def test_turns_are_found_after_a_restart_and_without_memory(make_service, scenario, cache_tokens) -> None:
+def test_turns_are_found_after_a_restart_and_without_memory(make_service, scenario, is_error, cache_tokens) -> None:
     service = make_service("--training.backend", "none", "--inference.history-cache-tokens", str(cache_tokens)).start()
     chat = Talk(service, scenario)
     first = chat.ask("1+1=", temperature=3)
@@ -250,3 +261,6 @@ def test_turns_are_found_after_a_restart_and_without_memory(make_service, scenar
     fourth = chat.ask("4+4=")
     assert alone(fourth)
     assert fourth["prompt_text"].count("user") == 4
+    headers = {**chat.headers, "x-reef-parent": third["agent_record_id"]}
+    response = service.post(CHAT, {"messages": [*chat.messages[:6], user("4+4=")]}, headers=headers)
+    is_error(response, 409, code="not_continued", says="inference.history: template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
 from tests.chat.styles import STYLES, make_model
@@ -186,6 +187,38 @@ def test_reasoning_has_its_own_field_and_stays_in_the_ids_of_the_next_turn(speak
     assert "one and two" in says.decode(says.prompts[-1])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_that_a_stop_string_ended_in_its_thinking_is_continued(speakers, stream) -> None:
+    """The client has the thinking up to the stop string, and sends that back."""
+    says = speakers("qwen3")
+    messages = [{"role": "user", "content": f"1+7= {stream}"}]
+    ids = says("<think>\none and seven END", stopped="END")
+    message, _, reason = ask(says, messages, stream, stop=["END"])
+    assert (message["content"], message["reasoning_content"], reason) == ("", "one and seven ", "stop")
+    first = says.prompts[-1] + ids
+    says("4")
+    ask(says, [*messages, message, {"role": "user", "content": "and 4?"}])
+    assert says.prompts[-1][: len(first)] == first
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", ["<think>\none and", '<tool_call>\n{"name": "ad', "<thi", ""])
+def test_a_turn_that_length_cut_anywhere_is_closed_once_and_read_as_text_again(speakers, stream, said) -> None:
+    """In its thinking, in a call, in a marker, before its first word: the next reply does not begin inside of it."""
+    says = speakers("qwen3")
+    messages = [{"role": "user", "content": f"1+8= {stream}"}]
+    ids = says(said, cut=True)
+    message, calls, reason = ask(says, messages, stream)
+    assert (calls, reason) == ([], "length")
+    first = says.prompts[-1] + ids
+    says("9")
+    message, _, _ = ask(says, [*messages, message, {"role": "user", "content": "go on"}], stream)
+    assert says.prompts[-1][: len(first)] == first
+    following = says.decode(says.prompts[-1][len(first) :])
+    assert following == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    assert message == {"role": "assistant", "content": "9", **({} if stream else {"refusal": None})}
+
+
 def test_reasoning_that_was_edited_is_another_turn(speakers) -> None:
     says = speakers("qwen3")
     messages = [{"role": "user", "content": "1+9="}]
@@ -195,6 +228,33 @@ def test_reasoning_that_was_edited_is_another_turn(speakers) -> None:
     says("4")
     ask(says, [*messages, message, {"role": "user", "content": "and 4?"}])
     assert "one and nine" not in says.decode(says.prompts[-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_that_is_deleted_while_the_next_is_answered_is_not_kept_by_it(speakers, stream) -> None:
+    """Asked again, as OpenAI's SDK does of itself after a 409, it is a new branch."""
+    says = speakers("qwen3")
+    messages = [{"role": "user", "content": f"1+6= {stream}"}]
+    says("7")
+    first = says.service.post(CHAT, {"messages": messages})
+    messages += [{"role": "assistant", "content": "7"}, {"role": "user", "content": "and 4?"}]
+    says("10")
+    answer = says.engine.answers["/generate"]
+
+    async def deleting(request, body):
+        async with httpx.AsyncClient() as client:
+            route = f"{says.service.url}/reef/receipts/{first.headers['x-reef-agent-record-id']}"
+            assert (await client.delete(route)).status_code == 200
+        return await answer(request, body)
+
+    says.engine.answers["/generate"] = deleting
+    body = {"messages": messages, "stream": stream}
+    refused = says.service.post(CHAT, body)
+    assert "turn_deleted" in refused.text
+    assert (refused.status_code, "reef" in refused.text) == (200 if stream else 409, False)
+    says("10")
+    again = says.service.post(CHAT, {"messages": messages})
+    assert says.service.receipt(again.headers["x-reef-agent-record-id"])["parent"] is None
 
 
 def test_the_same_text_as_content_and_as_reasoning_is_rendered_once(speakers) -> None:
