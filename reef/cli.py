@@ -411,7 +411,7 @@ def _ask(
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url + path, data, headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with _opener(url).open(request, timeout=timeout_s) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         message = _message(error, url)
@@ -424,13 +424,22 @@ def _ask(
         raise UnavailableError(f"{url} does not answer as Reef does: {error!r}") from None
 
 
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Asks a service on this machine itself, and never through a proxy of the environment, which would get the key."""
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if _is_here(url) else []))
+
+
+def _is_here(url: str) -> bool:
+    return urlsplit(url).hostname in LOOPBACK
+
+
 def _key(url: str, config: Config) -> str | None:
     """The key to ask with. That of the run directory goes to no other machine."""
     if config.reef.token is not None:
         return config.reef.token.get_secret_value()
     if key := os.environ.get("REEF_API_KEY"):
         return key
-    return keys.read_file(config.reef.run_dir / keys.FILE) if urlsplit(url).hostname in LOOPBACK else None
+    return keys.read_file(config.reef.run_dir / keys.FILE) if _is_here(url) else None
 
 
 def _message(error: urllib.error.HTTPError, url: str) -> str:

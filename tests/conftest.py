@@ -290,7 +290,6 @@ class FakeEngine:
         common = {
             "id": "fake",
             "finish_reason": {"type": "stop", "matched": 2},
-            "prompt_tokens": 3,
             "completion_tokens": len(ids),
             "weight_version": self.version,
             "output_token_logprobs": entries,

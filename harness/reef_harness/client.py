@@ -24,7 +24,7 @@ from reef_harness.errors import (
     Unreachable,
     from_response,
 )
-from reef_harness.keys import KEY_FILE, find_key
+from reef_harness.keys import KEY_FILE, find_key, is_here
 from reef_harness.types import Choice, Completion, Json, Message, Release, ReportState
 
 _NOT_STARTED = (TooManyRequests, Unavailable)  # refused before any work: safe to ask again
@@ -72,6 +72,7 @@ class Client:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
+            trust_env=not is_here(self.url),
             timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
         )

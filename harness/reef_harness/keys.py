@@ -10,6 +10,11 @@ KEY_FILE = Path("work/run/api-key")  # where a service with the default run dire
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
+def is_here(url: str) -> bool:
+    """Whether a service is on this machine: then no proxy of the environment is asked, which would get the key."""
+    return urlsplit(url).hostname in _THIS_MACHINE
+
+
 def find_key(url: str, token: str | None = None, key_file: Path = KEY_FILE) -> str | None:
     """``token``, else REEF_API_KEY, else what ``key_file`` holds, which goes to services on this machine only.
 
@@ -17,7 +22,7 @@ def find_key(url: str, token: str | None = None, key_file: Path = KEY_FILE) -> s
     """
     if given := token or os.environ.get("REEF_API_KEY"):
         return given
-    if urlsplit(url).hostname not in _THIS_MACHINE:
+    if not is_here(url):
         return None
     try:
         return key_file.read_text(encoding="ascii").strip() or None

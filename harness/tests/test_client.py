@@ -21,6 +21,12 @@ def with_client(url: str, call: Callable[[Client], Awaitable[Any]], **options: A
     return asyncio.run(run())
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_a_service_on_this_machine(service: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert with_client(service.url, lambda c: c.chat("hi"), token="secret").choices
+
+
 def test_chat_sends_headers_and_body_and_returns_every_choice_with_its_receipt(service: Any) -> None:
     service.answer = lambda prompt, index: f"{prompt}{index}"
     answer = with_client(

@@ -134,7 +134,7 @@ def service_url(announced: Path) -> str | None:
 def answers(url: str) -> bool:
     """Whether a service is alive at ``url``."""
     try:
-        return httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+        return httpx.get(f"{url}/healthz", timeout=5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -142,7 +142,7 @@ def answers(url: str) -> bool:
 def _waits_for(url: str) -> str | None:
     """What the service says it waits for; None when it is ready."""
     try:
-        response = httpx.get(f"{url}/readyz", timeout=5)
+        response = httpx.get(f"{url}/readyz", timeout=5, trust_env=False)
     except httpx.HTTPError:
         return "the service to answer"
     if response.status_code == 200:

@@ -31,6 +31,7 @@ class Dialect:
         self.tool_parser = _chosen("inference.tool-call-parser", tool_parser, tools, TOOL_PARSERS)
         self.reasoning_parser = _chosen("inference.reasoning-parser", reasoning_parser, reasoning, REASONING_PARSERS)
         self.keep = template.special_ids(markers(self.tool_parser, self.reasoning_parser))
+        self.shows_tools = "tools" in (template.text or "")  # else the model would never hear of them
         self._template = template
 
     def reader(self, tools: Sequence[Mapping[str, Any]], seed: str, prompt_ids: Ids) -> ReplyParser:

@@ -9,12 +9,14 @@ the assistant's calls and its reasoning are not: clients drop or rename them (`s
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import orjson
 
 from reef.chat.conversation import Conversation, Message
 
 KEY_BYTES = 16
+MAX_EXACT = 2.0**53  # below it a float holds every whole number
 
 
 def root(scenario: str, owner: str, digests: str, conversation: Conversation) -> str:
@@ -38,13 +40,22 @@ def keys(root: str, messages: Sequence[Message]) -> list[str]:
 
 def extend(key: str, message: Message) -> str:
     """The key after one more message."""
-    calls = [[call.name, call.values()] for call in message.tool_calls]
+    calls = [[call.name, _whole(call.values())] for call in message.tool_calls]
     return _hash([key, message.role, message.content.strip(), calls, message.tool_call_id, message.name])
 
 
 def same_reasoning(told: Message, said: Message) -> bool:
     """Whether a client that sends reasoning back sends what the model thought."""
     return not told.reasoning or told.reasoning.strip() == (said.reasoning or "").strip()
+
+
+def _whole(value: Any) -> Any:
+    """The same values with 1.0 as 1, which JSON does not tell apart and clients in JavaScript send back so."""
+    if isinstance(value, dict):
+        return {name: _whole(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_whole(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT else value
 
 
 def _hash(value: object) -> str:

@@ -48,12 +48,15 @@ class Template:
         self._backend.no_padding()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._rendered: OrderedDict[bytes, Ids] = OrderedDict()
+        self._token_texts: dict[int, str] = {}  # at most one for each id that there is
         self.vocab_size: int = len(self._tokenizer)
         if len(self._encode("0")) == 0:  # transformers makes an empty tokenizer where there is none
             raise ConfigError(f"inference.model-path: no tokenizer in {model_path}: it encodes nothing")
         self.text: str | None = _template_text(self._tokenizer.chat_template)
         self.template_digest = _sha256(self.text) if self.text else None
-        self.tokenizer_digest = _sha256(self._backend.to_str())
+        described = self._backend.to_str()
+        self.tokenizer_digest = _sha256(described)
+        self._bytes = self._byte_ids(described)
         added = self._tokenizer.added_tokens_decoder
         self._special = {int(id): str(token.content) for id, token in added.items() if token.special}
         self._ends = self._end_texts(model_path)
@@ -117,6 +120,14 @@ class Template:
         wanted = frozenset(texts)
         return frozenset(id for id, text in self._special.items() if text in wanted)
 
+    def unsettled(self, keep: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Ids whose text the next one may still change, however long they are there; none in most tokenizers.
+
+        Where a token may stand for one byte (`<0xE4>`), the bytes in a row are read together, across special tokens
+        that are left out: one that is wrong makes all of them U+FFFD, the characters before it too.
+        """
+        return (self._bytes | self._special.keys()) - keep if self._bytes else frozenset()
+
     def is_special(self, token: int) -> bool:
         """Whether an id is a special token, which is in no text."""
         return token in self._special
@@ -127,7 +138,13 @@ class Template:
 
     def token_text(self, token: int) -> str:
         """One token by itself, for `logprobs`; special tokens by name."""
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+        if (text := self._token_texts.get(token)) is None:
+            text = self._token_texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        return text
+
+    def forget(self) -> None:
+        """Content was deleted: prompts that are remembered may be of it."""
+        self._rendered.clear()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -240,6 +257,13 @@ class Template:
             ids.update(told if isinstance(told, list) else [told])
         return {id: self._special[id] for id in sorted(ids - {None}) if id in self._special}
 
+    def _byte_ids(self, described: str) -> frozenset[int]:
+        """The tokens that stand for one byte. `described`: the tokenizer as JSON."""
+        if b'"ByteFallback"' not in orjson.dumps(orjson.loads(described)["decoder"]):
+            return frozenset()
+        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(id for id in ids if id is not None)
+
     def _encode(self, text: str) -> Ids:
         if len(text) <= SHORT_CHARS:
             return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -258,19 +282,21 @@ class Detokenizer:
     def __init__(self, template: Template, stop: Sequence[str] = (), keep: frozenset[int] = frozenset()) -> None:
         self._decode = functools.partial(template.decode, keep=keep)
         self._longest_stop = max((len(text) for text in stop), default=1)
+        self._unsettled = template.unsettled(keep)
         self._ids: list[int] = []
+        self._end = 0  # ids from it on wait
         self._prefix = 0  # ids before it are settled
         self._text = ""  # of settled ids
         self._sent = 0
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is certain after these ids, which are not the last, and was not returned before."""
-        self._ids.extend(ids)
-        tail = self._decode(self._ids[self._prefix :])
-        if not tail.endswith("�") and len(self._ids) - self._prefix > _CONTEXT:
-            keep = len(self._ids) - _CONTEXT
+        self._extend(ids)
+        tail = self._decode(self._ids[self._prefix : self._end])
+        if not tail.endswith("�") and self._end - self._prefix > _CONTEXT:
+            keep = self._end - _CONTEXT
             settled = self._decode(self._ids[self._prefix : keep])
-            rest = self._decode(self._ids[keep:])
+            rest = self._decode(self._ids[keep : self._end])
             if settled + rest == tail:
                 self._text += settled
                 self._prefix, tail = keep, rest
@@ -282,6 +308,16 @@ class Detokenizer:
         self._ids.extend(ids)
         whole = cut_at_stop(self._text + self._decode(self._ids[self._prefix :]), matched)
         return self._take(whole, len(whole))
+
+    def _extend(self, ids: Sequence[int]) -> None:
+        if not self._unsettled:
+            self._ids.extend(ids)
+            self._end = len(self._ids)
+            return
+        for token in ids:
+            self._ids.append(token)
+            if token not in self._unsettled:
+                self._end = len(self._ids)
 
     def _take(self, whole: str, end: int) -> str:
         """What of `whole` before `end` was not returned yet; nothing where `end` lies before that."""

@@ -70,6 +70,21 @@ def raise_for_event(answer: Mapping[str, Any]) -> None:
     raise EngineError(f"the engine failed: {message}")
 
 
+def check_prompt(answer: Mapping[str, Any], num_prompt_tokens: int) -> None:
+    """The engine has read all of the prompt and nothing else, where it says how much it has read.
+
+    One that is attached may cut what is too long for it, or put a token before the first. What it then sampled follows
+    another prompt than the receipt would hold.
+
+    Raises:
+        EngineError: it has read another number of tokens.
+    """
+    meta = answer["meta_info"]
+    told = meta.get("prompt_tokens") if meta.get("completion_tokens") else None  # of none sampled nothing is recorded
+    if told is not None and told != num_prompt_tokens:
+        raise EngineError(f"the engine read {told} prompt tokens, it was sent {num_prompt_tokens}")
+
+
 def chunk_of(answer: Mapping[str, Any], choices: Sequence[Progress], reproducible: bool, undisturbed: bool) -> Chunk:
     """One server-sent event: all tokens of a choice so far, or those that are new; moves its progress.
 

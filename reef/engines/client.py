@@ -26,6 +26,7 @@ from reef.engines.answers import (
     MAX_ERROR_CHARS,
     Chunk,
     Progress,
+    check_prompt,
     chunk_of,
     expected_shape,
     generation_of,
@@ -94,6 +95,7 @@ class EngineClient:
             self._abort(request.id)  # of itself SGLang notices after 4 s that nobody waits
             raise
         with expected_shape():
+            check_prompt(answer, len(request.prompt_ids))
             return (generation_of(answer, self._reproducible(answer, before), before == self._pauses),)
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk]:
@@ -119,6 +121,7 @@ class EngineClient:
                     with expected_shape():
                         answer = orjson.loads(line[6:])
                         raise_for_event(answer)
+                        check_prompt(answer, len(request.prompt_ids))
                         chunk = chunk_of(answer, choices, self._reproducible(answer, before), before == self._pauses)
                     yield chunk
         if not all(choice.ended for choice in choices):

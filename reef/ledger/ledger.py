@@ -187,7 +187,7 @@ def check_url(url: str) -> URL:
     expected = "storage.url: expected sqlite:///PATH or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE"
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):  # ValueError: of a port that is no number
         raise ConfigError(f"{expected}, got something that is not a URL") from None
     if "password" in parsed.query:
         raise ConfigError(f"{expected}, got a password after the question mark, where it would be shown")

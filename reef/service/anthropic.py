@@ -9,18 +9,18 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from reef.errors import ReefError, UnavailableError
+from reef.errors import ReefError
 from reef.service.document import ANTHROPIC_ERROR, INFERENCE, answers
 from reef.service.errors import anthropic_error_body, request_id
 from reef.service.events import stream
 from reef.service.house import House
 from reef.service.http import body_schema, check_num_messages, house_of, json_response, read_body
-from reef.service.inference import Answer, Ask, Item, Piece, ask_chat, place_chat, run_whole
+from reef.service.inference import Answer, Ask, Item, Piece, ask_chat, place_chat, require_complete, run_whole
 from reef.service.openai import receipt_headers, reef_field
 from reef.service.shapes_anthropic import Blocks, content, stop_reason, usage
 from reef.service.wire import B, parse
 from reef.service.wire_anthropic import CountBody, MessagesBody
-from reef.types import FinishReason, Request
+from reef.types import Request
 
 router = APIRouter()
 
@@ -38,7 +38,7 @@ async def messages(http: HttpRequest) -> Response:
     if body.stream:
         return await stream(house, http, work, partial(_events, work.request, body, request_id(http.scope)))
     (answer,) = await run_whole(house, http, work)
-    _check_complete(answer)
+    require_complete(answer)  # no stop reason of Anthropic's says that an engine gave up
     whole = {
         **_message(work.request, body),
         "content": content(answer.reply, body.shows_thinking),
@@ -95,23 +95,13 @@ async def _events(
 
 def _last_events(answer: Answer, request: Request, body: MessagesBody) -> Iterator[dict[str, Any]]:
     """Both name the receipt: the SDK's stream helper makes a `message_stop` of its own, without it."""
-    _check_complete(answer)
+    require_complete(answer)
     generation = answer.receipt.generation
     told = usage(len(request.prompt_ids), len(generation.output_ids))
     reef = reef_field([answer])
     delta = stop_reason(answer.reply, generation, body.max_tokens)
     yield {"type": "message_delta", "delta": delta, "usage": told, "reef": reef}
     yield {"type": "message_stop", "reef": reef}
-
-
-def _check_complete(answer: Answer) -> None:
-    """Raises UnavailableError: no stop reason of Anthropic's says that an engine gave up."""
-    if answer.receipt.generation.finish_reason == FinishReason.ABORT:
-        raise UnavailableError(
-            f"the engine aborted this answer; what there was of it is kept in {answer.receipt.id}",
-            code="aborted",
-            retry_after_s=1,
-        )
 
 
 def _message(request: Request, body: MessagesBody) -> dict[str, Any]:

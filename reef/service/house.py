@@ -152,6 +152,7 @@ class House:
         """The content of receipts was deleted: by receipt, session or scenario as asked, or by age or size."""
         if num_receipts:
             self.turns.forget()
+            self.template.forget()
             self.num_deleted[reason] += num_receipts
             self.metrics.deleted.labels(reason).inc(num_receipts)
             log.info("deleted the content of %d receipts (%s)", num_receipts, reason)

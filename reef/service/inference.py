@@ -23,7 +23,15 @@ from reef.chat.reply import Delta, PlainParser, Reply, ReplyParser
 from reef.chat.template import cut_at_stop
 from reef.engines.answers import Chunk
 from reef.engines.client import EngineClient
-from reef.errors import BadRequestError, ClientGoneError, ConflictError, EngineError, GoneError, ReefError
+from reef.errors import (
+    BadRequestError,
+    ClientGoneError,
+    ConflictError,
+    EngineError,
+    GoneError,
+    ReefError,
+    UnavailableError,
+)
 from reef.faults import reach
 from reef.ledger import receipts
 from reef.ledger.identity import new_id
@@ -95,6 +103,10 @@ async def ask_chat(house: House, http: HttpRequest, ask: Ask, conversation: Conv
 
 async def place_chat(house: House, http: HttpRequest, conversation: Conversation, named: Named | None = None) -> Place:
     """The prompt of a conversation. Raises what `ask_chat` raises."""
+    if conversation.tools and not house.dialect.shows_tools:
+        raise BadRequestError(
+            "tools: this model's chat template shows it none", param="tools", code="unsupported_field"
+        )
     name = house.scenario_name(http)
     return await house.turns.place(conversation, name, caller(http).name, _session(http), _named(http, named))
 
@@ -138,6 +150,16 @@ async def run_stream(house: House, http: HttpRequest, work: Work) -> AsyncGenera
         raise
     finished = [reader.finished for reader in readers if reader.finished is not None]
     yield await _record(house, work, finished, [reader.parser.reply for reader in readers])
+
+
+def require_complete(answer: Answer) -> None:
+    """Raises UnavailableError where the engine gave up, for APIs that have no word for that in an answer."""
+    if answer.receipt.generation.finish_reason is FinishReason.ABORT:
+        raise UnavailableError(
+            f"the engine aborted this answer; what there was of it is kept in {answer.receipt.id}",
+            code="aborted",
+            retry_after_s=1,
+        )
 
 
 class _Reader:

@@ -15,7 +15,7 @@ from reef.ledger.codec import to_json
 from reef.ledger.imports import Exchange
 from reef.service.document import answers
 from reef.service.http import body_schema, house_of, json_response, read_body
-from reef.service.wire import Body, JsonObject, Name, ReportBody, parse
+from reef.service.wire import Body, JsonObject, ListOf, Name, ReportBody, parse
 from reef.types import Report
 
 router = APIRouter()
@@ -39,7 +39,7 @@ class RecordBody(Body):
 class BatchBody(Body):
     """A batch, stored whole or not at all."""
 
-    records: list[RecordBody] = Field(min_length=1, max_length=MAX_RECORDS)
+    records: ListOf[RecordBody] = Field(min_length=1, max_length=MAX_RECORDS)
 
 
 @router.post(

@@ -5,10 +5,10 @@ before, as their clients sent them, and the replies as they are read from the st
 same as before (instructions, tools), it continues the stored ids of the last of them; otherwise it is a new branch.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from fastapi import APIRouter
@@ -28,7 +28,7 @@ from reef.service.document import INFERENCE, answers
 from reef.service.events import stream
 from reef.service.house import House
 from reef.service.http import body_schema, check_num_messages, house_of, json_response, read_body
-from reef.service.inference import Answer, Ask, Item, Piece, Work, ask_chat, run_whole
+from reef.service.inference import Answer, Ask, Item, Piece, Work, ask_chat, require_complete, run_whole
 from reef.service.openai import model_name, receipt_headers, reef_field
 from reef.service.responses_output import Event, Output, whole_output
 from reef.service.turns import Named
@@ -39,6 +39,11 @@ from reef.types import FinishReason, Sampling
 
 router = APIRouter()
 _PREFIX = "resp_"
+_ENDS: Final[Mapping[FinishReason, tuple[str, dict[str, str] | None]]] = {
+    FinishReason.STOP: ("completed", None),
+    FinishReason.LENGTH: ("incomplete", {"reason": "max_output_tokens"}),
+    FinishReason.ABORT: ("cancelled", None),
+}
 
 
 @router.post("/v1/responses", openapi_extra=body_schema(ResponsesBody), responses=answers(*INFERENCE, streams=True))
@@ -54,6 +59,7 @@ async def post_response(http: HttpRequest) -> Response:
     if body.stream:
         return await stream(house, http, work, partial(_events, house, work, head))
     (answer,) = await run_whole(house, http, work)
+    require_complete(answer)
     reason = answer.receipt.generation.finish_reason
     output = whole_output(work.request.id, body.functions().namespaces, answer.reply, reason is not FinishReason.STOP)
     whole = head.finished(reason, output, await _usage(house, work, answer), reef_field([answer]))
@@ -132,11 +138,9 @@ class Head:
     def finished(
         self, reason: FinishReason, output: list[dict[str, Any]], usage: dict[str, Any], reef: dict[str, Any]
     ) -> dict[str, Any]:
-        """The whole response. One that was cut by its limit, or by the engine, is `incomplete`."""
-        if reason is FinishReason.STOP:
-            return self.shown("completed", output=output, usage=usage, reef=reef)
-        why = "max_output_tokens" if reason is FinishReason.LENGTH else reason.value
-        return self.shown("incomplete", incomplete_details={"reason": why}, output=output, usage=usage, reef=reef)
+        """The whole response: `incomplete` where its limit cut it, `cancelled` where client or engine gave up."""
+        status, why = _ENDS[reason]
+        return self.shown(status, incomplete_details=why, output=output, usage=usage, reef=reef)
 
 
 async def _events(house: House, work: Work, head: Head, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
@@ -151,6 +155,7 @@ async def _events(house: House, work: Work, head: Head, items: AsyncGenerator[It
                 for event in _of_piece(output, item):
                     yield lines.line(event)
                 continue
+            require_complete(item[0])
             reason = item[0].receipt.generation.finish_reason
             usage = await _usage(house, work, item[0])
             whole = head.finished(reason, output.items, usage, reef_field(item))

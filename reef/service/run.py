@@ -440,7 +440,7 @@ def _prepare(config: Config) -> None:
     """The run directory and the log in it. Raises ConfigError where they cannot be written."""
     run_dir = config.reef.run_dir
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # all that was said is in it, and the key
         probe = run_dir / ".writable"
         probe.touch()
         probe.unlink()

@@ -18,6 +18,7 @@ class Chat:
     def __init__(self, template: Template, wants_logprobs: bool) -> None:
         self._template = template
         self._wants_logprobs = wants_logprobs
+        self._known: dict[int, tuple[str, list[int] | None]] = {}  # text and bytes of the tokens so far
 
     def choice(self, reply: Reply, receipt: Receipt) -> dict[str, Any]:
         """The message of a whole choice, its log-probabilities and why it ended."""
@@ -74,8 +75,11 @@ class Chat:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._template.token_text(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        if (known := self._known.get(token)) is None:
+            text = self._template.token_text(token)
+            # Of half a character the bytes are not known.
+            known = self._known[token] = (text, None if "\ufffd" in text else list(text.encode()))
+        return {"token": known[0], "logprob": finite(logprob), "bytes": known[1]}
 
 
 class Text(Chat):

@@ -55,6 +55,7 @@ class Turns:
         self._cache_tokens = cache_tokens
         self._recent: OrderedDict[str, PastTurn] = OrderedDict()
         self._num_tokens = 0
+        self._num_forgotten = 0  # times that all was
 
     async def place(
         self, conversation: Conversation, scenario: str, owner: str, session: str | None, named: Named | None
@@ -101,6 +102,7 @@ class Turns:
         """Content was deleted: what is remembered may be of it."""
         self._recent.clear()
         self._num_tokens = 0
+        self._num_forgotten += 1
 
     async def _find(
         self, conversation: Conversation, keys: Sequence[str], scenario: str, session: str | None, named: Named | None
@@ -141,8 +143,10 @@ class Turns:
 
     async def _turn(self, receipt_id: str) -> PastTurn:
         if (turn := self._recent.get(receipt_id)) is None:
+            before = self._num_forgotten
             turn = await self._ledger.read(turns.read, receipt_id)
-            self._keep(turn)
+            if before == self._num_forgotten:  # else it may have been deleted since it was read
+                self._keep(turn)
         else:
             self._recent.move_to_end(receipt_id)
         return turn

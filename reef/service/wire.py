@@ -25,6 +25,9 @@ class Body(BaseModel):
 
 B = TypeVar("B", bound=Body)
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+T = TypeVar("T")
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is refused at its first wrong item: an error for each of a million would take gigabytes."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 
 
@@ -56,9 +59,9 @@ class ReportBody(Body):
     outcome: Literal["correct", "incorrect", "review", "error"] | None = None
     reason_code: str | None = None
     rewards: dict[str, float] | None = None
-    reference_scores: list[float | None] | None = None
+    reference_scores: ListOf[float | None] | None = None
     feedback: str | JsonObject | None = None
-    references: list[Name] = Field(max_length=MAX_REFERENCES)
+    references: ListOf[Name] = Field(max_length=MAX_REFERENCES)
     group: Name | None = None
     grader: GraderBody | None = None
     truncated: bool = False

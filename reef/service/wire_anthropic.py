@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from reef.chat.conversation import Conversation, Message, ToolCall
 from reef.errors import BadRequestError
-from reef.service.wire import MAX_INT, Body, JsonObject, Name
+from reef.service.wire import MAX_INT, Body, JsonObject, ListOf, Name
 from reef.service.wire_openai import MAX_STOPS, check_tools, shown_tool
 from reef.types import Sampling
 
@@ -93,7 +93,7 @@ def _text_tag(block: Any) -> str:
 TextOrOther = Annotated[
     Annotated[TextBlock, Tag("<text>")] | Annotated[OtherBlock, Tag("<other>")], Discriminator(_text_tag)
 ]
-Texts = str | list[TextOrOther]
+Texts = str | ListOf[TextOrOther]
 
 
 class ToolResultBlock(Body):
@@ -131,7 +131,7 @@ class MessageBody(Body):
     """One message; text alone stands for one text block."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | ListOf[Block]
 
     def blocks(self, at: str) -> list[Placed]:
         """Its blocks. Raises BadRequestError where the user or the system says nothing."""
@@ -152,7 +152,7 @@ class ToolBody(Body):
     strict: bool | None = None
     cache_control: CacheHint = None
     eager_input_streaming: bool | None = None  # inputs are always streamed as they come
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: ListOf[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -217,7 +217,7 @@ class OutputConfig(Body):
 class ContextManagement(Body):
     """Edits of the history before it is read."""
 
-    edits: list[JsonObject] | None = None
+    edits: ListOf[JsonObject] | None = None
 
 
 _NO_EDITS = tuple({"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"}))
@@ -233,9 +233,9 @@ class CountBody(Body):
     """POST /v1/messages/count_tokens: what makes a prompt."""
 
     model: Name
-    messages: list[MessageBody] = Field(min_length=1)
+    messages: ListOf[MessageBody] = Field(min_length=1)
     system: Texts | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -325,7 +325,7 @@ class MessagesBody(CountBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=MAX_INT)
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)

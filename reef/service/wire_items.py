@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, 
 
 from reef.chat.conversation import Message, ToolCall
 from reef.errors import BadRequestError
-from reef.service.wire import Body, JsonObject
+from reef.service.wire import Body, JsonObject, ListOf
 
 
 class TextContent(Body):
@@ -81,7 +81,7 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | ListOf[Part]
     id: str | None = None
     status: Status = None
     phase: str | None = None
@@ -108,7 +108,7 @@ class FunctionOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | ListOf[Part]
     id: str | None = None
     status: Status = None
     name: str | None = None
@@ -120,8 +120,8 @@ class ReasoningItem(Body):
     """What the assistant thought. Only `content` is that; a summary says it in other words, and is not rendered."""
 
     type: Literal["reasoning"]
-    summary: list[Part] = Field(default_factory=list)
-    content: list[Part] | None = None
+    summary: ListOf[Part] = Field(default_factory=list)
+    content: ListOf[Part] | None = None
     id: str | None = None
     encrypted_content: str | None = None
     status: Status = None

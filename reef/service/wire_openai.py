@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from reef.chat.conversation import Conversation, Message, ToolCall
 from reef.errors import BadRequestError
-from reef.service.wire import MAX_INT, Body, JsonObject, TokenId
+from reef.service.wire import MAX_INT, Body, JsonObject, ListOf, TokenId
 from reef.types import Sampling
 
 MAX_N = 128
@@ -78,9 +78,9 @@ class MessageBody(Body):
     """One message, as a client wrote it or as it got it from us: what is always null in our answers may come back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | ListOf[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: ListOf[ToolCallBody] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -101,7 +101,8 @@ class MessageBody(Body):
             raise BadRequestError(
                 f"{at}.tool_call_id is missing: whose result is this?", param=f"{at}.tool_call_id", code="missing_field"
             )
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self._reasoning)):
+        says_else = self.tool_calls or self._reasoning or self.refusal
+        if self.content is None and not (self.role == "assistant" and says_else):
             raise BadRequestError(
                 f"{at}.content: expected text or parts of text, got None", param=f"{at}.content", code="missing_field"
             )
@@ -217,8 +218,8 @@ class SamplingBody(Body):
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS)
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[TokenId] | None = Field(None, max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool | None = None
@@ -264,11 +265,11 @@ class SamplingBody(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[MessageBody] = Field(min_length=1)
+    messages: ListOf[MessageBody] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[ToolBody] | None = None
+    tools: ListOf[ToolBody] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -279,7 +280,7 @@ class ChatBody(SamplingBody):
     safety_identifier: str | None = None
     store: bool | None = None  # every answer is
     service_tier: Literal["auto", "default"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: ListOf[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: Any = None
     prediction: Any = None
@@ -327,7 +328,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions: `prompt` is text or token ids."""
 
-    prompt: str | list[TokenId]
+    prompt: str | ListOf[TokenId]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = None
@@ -345,14 +346,16 @@ class CompletionBody(SamplingBody):
 
 def check_tools(names: Sequence[str], at: str) -> None:
     """Raises BadRequestError for a name that no model could write, and for one that stands twice."""
+    known: set[str] = set()
     for index, name in enumerate(names):
         if not TOOL_NAME.fullmatch(name):
             raise BadRequestError(
                 f"{at}.{index}: a function's name has 1-128 letters, digits, '_', '-' or '.', got {name[:80]!r}",
                 param=f"{at}.{index}",
             )
-        if name in names[:index]:
+        if name in known:
             raise BadRequestError(f"{at}.{index}: {name} is there twice", param=f"{at}.{index}")
+        known.add(name)
 
 
 def shown_tool(function: Mapping[str, Any]) -> Mapping[str, Any]:

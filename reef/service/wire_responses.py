@@ -9,7 +9,7 @@ from pydantic import Field
 from reef.chat.conversation import Conversation, Message
 from reef.errors import BadRequestError
 from reef.service import wire_tools
-from reef.service.wire import MAX_INT, Body, JsonObject
+from reef.service.wire import MAX_INT, Body, JsonObject, ListOf
 from reef.service.wire_items import Item, to_messages, unsupported
 from reef.service.wire_openai import MAX_STOPS
 from reef.service.wire_tools import Tool, Tools
@@ -74,11 +74,11 @@ class StreamOptions(Body):
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
-    input: str | list[Item] | None = None
+    input: str | ListOf[Item] | None = None
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -88,7 +88,7 @@ class ResponsesBody(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     metadata: dict[str, str] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -104,7 +104,7 @@ class ResponsesBody(Body):
     seed: int | None = Field(None, ge=0, lt=2**63)  # what engines know beyond the API
     top_k: int | None = Field(None, ge=-1, le=MAX_INT)
     min_p: float | None = Field(None, ge=0, le=1)
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     chat_template_kwargs: JsonObject | None = None
     access_programs: Any = None
     background_options: Any = None

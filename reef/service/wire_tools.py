@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, Tag
 
 from reef.errors import BadRequestError
-from reef.service.wire import Body, JsonObject
+from reef.service.wire import Body, JsonObject, ListOf
 from reef.service.wire_items import Other, kind_of, qualified, unsupported
 from reef.service.wire_openai import check_tools, shown_tool
 
@@ -27,7 +27,7 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: ListOf[Literal["direct"]] | None = None
     async_: Literal[False] | None = Field(None, alias="async")
     defer_loading: Literal[False] | None = None
     output_schema: JsonObject | None = None  # what the client's own function returns: nothing that a model is told
@@ -54,7 +54,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: list[InNamespace]
+    tools: ListOf[InNamespace]
 
     def shown(self) -> dict[str, Any]:
         """As an answer shows it."""

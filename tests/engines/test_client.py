@@ -229,6 +229,17 @@ def test_an_answer_that_cannot_be_a_record_is_the_engines_fault(fake_engine, ask
     assert refused.value.status == 502
 
 
+@pytest.mark.parametrize("ask", [generate, stream], ids=["whole", "streamed"])
+@pytest.mark.parametrize("read", [0, 2, 4])
+def test_an_engine_that_read_another_prompt_than_it_was_sent_is_refused(fake_engine, ask, read) -> None:
+    """NeMo 3763, and what an engine does that may cut a prompt or begin it with a token of its own."""
+    answering(fake_engine, fake_engine.generation(IDS, prompt_tokens=3))
+    ask(fake_engine)
+    answering(fake_engine, fake_engine.generation(IDS, prompt_tokens=read))
+    with pytest.raises(EngineError, match=f"read {read} prompt tokens, it was sent 3"):
+        ask(fake_engine)
+
+
 def test_ids_that_are_not_whole_numbers_are_refused(fake_engine) -> None:
     entries = [[-1.0, 5.5, None]]
     answering(fake_engine, fake_engine.generation([5.5], output_token_logprobs=entries))

@@ -100,6 +100,7 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("url", "shown"),
     [
         ("ledger.db", "something that is not a URL"),
+        ("postgresql+psycopg://u:secret@host:port/x", "something that is not a URL"),
         ("postgresql://reef:hunter2@db/reef", r"postgresql://reef:\*\*\*@db/reef"),
         ("postgresql+psycopg://db/reef?user=reef&password=hunter2", "a password after the question mark"),
         ("sqlite://", "sqlite://"),

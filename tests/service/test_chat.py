@@ -427,6 +427,7 @@ def test_256_whole_and_streamed_requests_at_once_are_what_they_are_alone(recorde
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+        ({"tools": [TOOL]}, "tools", "chat template shows it none"),
         ({"tools": [TOOL, TOOL]}, "tools.1", "add is there twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0", "'a b'"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "required is not supported"),
@@ -621,6 +622,15 @@ def test_an_engine_that_fails_in_the_middle_of_a_stream_ends_it_with_an_error_ev
     assert chunks[-1]["error"]["type"] == "engine_error"
     assert "out of memory" in chunks[-1]["error"]["message"]
     assert not any("reef" in chunk for chunk in chunks)
+
+
+def test_of_half_a_character_no_bytes_are_claimed(attached_recorder, broken_engine) -> None:
+    """OpenAI's `bytes` may be null; those of U+FFFD, put together, would be another text."""
+    engine = broken_engine
+    ids = attached_recorder.complete("a🦀", return_token_ids=True).json()["prompt_token_ids"]
+    engine.answers["/generate"] = lambda http, body: engine.generation([*ids, 2])
+    (choice,) = attached_recorder.chat("1+1=", logprobs=True).json()["choices"]
+    assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[97], *[None] * 4, list(b"<|im_end|>")]
 
 
 def test_a_character_of_four_tokens_is_held_back_until_it_is_whole(attached_recorder, broken_engine) -> None:

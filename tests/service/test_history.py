@@ -205,13 +205,11 @@ def test_a_completion_continues_the_ids_of_the_turn_it_names(recorder, scenario,
     is_error(recorder.complete([53, 46, 54], headers=headers), 409, code="not_continued", says="begin with its ids")
 
 
-def test_turns_of_another_scenario_or_with_other_tools_are_not_continued(talk, recorder, scenario) -> None:
+def test_turns_of_another_scenario_or_with_other_variables_are_not_continued(talk, recorder, scenario) -> None:
     chat = talk()
     chat.ask("1+1=")
     messages = [*chat.messages, user("2+2=")]
     assert alone(Talk(recorder, scenario + "-other").ask(messages=messages))
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    assert alone(chat.ask(messages=messages, tools=[tool]))
     assert alone(chat.ask(messages=messages, chat_template_kwargs={"enable_thinking": False}))
 
 

@@ -15,6 +15,7 @@ import pytest
 from reef import keys
 from reef.cli import main
 from reef.service.access import ANY, NEEDS, OPEN, WHOLE
+from tests.conftest import STARTER
 
 pytestmark = pytest.mark.slow  # engines and services of its own
 
@@ -292,6 +293,22 @@ def test_the_first_start_makes_a_key_says_it_once_and_the_next_one_reads_it(made
     assert (service.run_dir.parent / "serve.log").read_text().count(key) == 1
     for log in (service.run_dir / "logs").iterdir():
         assert key not in log.read_text()
+
+
+def test_a_run_directory_that_a_start_makes_is_for_its_owner_alone(tmp_path) -> None:
+    """Receipts hold whole conversations. It is the operator who opens it to others, and that stays as it is."""
+    run_dir = tmp_path / "more" / "run"
+    command = [sys.executable, "-m", "reef", "serve", "-c", "/dev/null", "--reef.run-dir", str(run_dir)]
+    command += ["--training.backend", "none", "--inference.url", "http://127.0.0.1:1", "--reef.host", "192.0.2.1"]
+    command += ["--reef.token", "x", "--inference.model-path", str(STARTER)]
+    for mode in (0o700, 0o755):
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2, ended.stderr
+        assert "192.0.2.1" in ended.stderr  # an address that no machine has
+        if mode == 0o700:
+            assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+            run_dir.chmod(0o755)
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o755
 
 
 def test_recipes_find_the_key_in_the_run_directory(made, tmp_path) -> None:

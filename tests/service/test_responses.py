@@ -128,7 +128,7 @@ def test_text_and_items_of_the_same_words_are_the_same_prompt(client) -> None:
 
 
 def test_a_response_can_be_asked_for_again(client) -> None:
-    response = client.ask(instructions="Add.", tools=[ADD], seed=2)
+    response = client.ask(instructions="Add.", seed=2)
     again = client.service.get(f"{RESPONSES}/{response['id']}")
     assert again.status_code == 200
     assert again.json() == response
@@ -220,8 +220,8 @@ def test_two_turns_may_continue_the_same_response(client) -> None:
         assert continues(client.receipt(branch), client.receipt(first), "response")
 
 
-@pytest.mark.parametrize("change", [{"instructions": "Subtract."}, {"tools": [ADD]}])
-def test_other_instructions_or_tools_than_before_begin_a_new_branch_with_the_same_messages(client, change) -> None:
+@pytest.mark.parametrize("change", [{"instructions": "Subtract."}, {}])
+def test_other_instructions_than_before_begin_a_new_branch_with_the_same_messages(client, change) -> None:
     first = client.ask("2+3=", instructions="Add.", seed=1)
     later = client.receipt(client.ask("4+1=", previous_response_id=first["id"], **change))
     assert later["parent"] is None
@@ -356,8 +356,8 @@ def test_what_changes_no_answer_is_taken(client) -> None:
 
 def test_the_web_search_that_agents_offer_unasked_is_left_out_and_the_answer_shows_it(client) -> None:
     """codex sends it by default; a model that is not told of it never asks."""
-    response = client.ask(tools=[ADD, {"type": "web_search", "external_web_access": False}])
-    assert [tool["name"] for tool in response["tools"]] == ["add"]
+    response = client.ask(tools=[{"type": "web_search", "external_web_access": False}])
+    assert response["tools"] == []
 
 
 def test_a_schema_goes_to_the_engine(attached_recorder, broken_engine) -> None:
@@ -380,6 +380,28 @@ def test_an_engine_that_fails_in_the_middle_of_a_stream_ends_it_as_failed(attach
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert "out of memory" in events[-1]["response"]["error"]["message"]
     assert "reef" not in events[-1]["response"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_the_engine_gave_up_is_an_error_and_kept(attached_recorder, broken_engine, stream) -> None:
+    """The API has no reason for an incomplete answer that says so."""
+    given_up = broken_engine.generation([74, 75], finish_reason={"type": "abort", "message": "Aborted"})
+    broken_engine.answers["/generate"] = broken_engine.events(given_up) if stream else lambda *_: given_up
+    client = Client(attached_recorder, "default")
+    if stream:
+        last = client.stream()[-1]
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        error = last["response"]["error"]
+        assert error["code"] == "server_error"
+    else:
+        response = client.post()
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        error = response.json()["error"]
+        assert error["code"] == "aborted"
+    receipt = attached_recorder.receipt(error["message"].rpartition(" ")[2])
+    assert (receipt["finish_reason"], receipt["token_ids"]) == ("abort", [74, 75])
+    kept = attached_recorder.get(f"{RESPONSES}/resp_{receipt['request_id'].removeprefix('req_')}").json()
+    assert (kept["status"], kept["incomplete_details"]) == ("cancelled", None)
 
 
 def test_a_response_that_its_client_cut_off_was_streamed_until_then_and_is_not_continued(
@@ -406,6 +428,6 @@ def test_a_response_that_its_client_cut_off_was_streamed_until_then_and_is_not_c
     assert engine.cancelled.wait(10)
     url = f"{RESPONSES}/{response_id}"
     cut = eventually(lambda: (found := attached_recorder.get(url)).status_code == 200 and found.json())
-    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+    assert (cut["status"], cut["incomplete_details"]) == ("cancelled", None)
     assert attached_recorder.receipt(cut["reef"]["agent_record_id"])["token_ids"] == [74, 75]
     is_error(client.post(previous_response_id=response_id), 409, code="response_aborted", says=response_id)

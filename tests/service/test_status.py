@@ -163,6 +163,14 @@ def test_reef_why_tells_the_story_of_a_receipt_and_of_a_report(reef, recorder, s
     assert "nothing" in text
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_a_service_on_this_machine(reef, monkeypatch) -> None:
+    """It would get the key, and who sits behind one could not ask their own service."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.delenv("no_proxy", raising=False)
+    status, printed = reef("status")
+    assert (status, "ready     True" in printed) == (0, True)
+
+
 def test_the_commands_say_where_no_service_answers(capsys, tmp_path) -> None:
     assert main(["status", "--reef.run-dir", str(tmp_path)]) == 1
     assert f"no service has run in {tmp_path}" in capsys.readouterr().err

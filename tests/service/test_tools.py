@@ -151,6 +151,18 @@ def test_a_call_that_length_cuts_is_no_crash(speakers, stream, cut) -> None:
         assert (message["content"], calls) == ("Hm. " + cut, [])
 
 
+def test_with_other_tools_than_before_a_new_branch_begins(says) -> None:
+    messages = [{"role": "user", "content": "1+5="}]
+    says("6")
+    message, _, _ = ask(says, messages)
+    other = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
+    for tools, is_continued in (([ADD], True), ([ADD, other], False), (None, False)):
+        body = {"messages": [*messages, message, {"role": "user", "content": "and 7?"}], "tools": tools}
+        response = says.service.post(CHAT, body)
+        receipt = says.service.receipt(response.headers["x-reef-agent-record-id"])
+        assert (receipt["parent"] is not None) == is_continued
+
+
 def test_without_tools_a_call_is_text(says) -> None:
     says(CALLS[says.name])
     message, calls, reason = ask(says, [{"role": "user", "content": "x"}], tools=None)
