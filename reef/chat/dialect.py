@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from reef.chat.detokenizer import Detokenizer
 from reef.chat.parsing import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -15,7 +16,7 @@ from reef.chat.parsing import (
     starts_in_reasoning,
 )
 from reef.chat.reply import Reply, ReplyParser
-from reef.chat.template import Detokenizer, Template
+from reef.chat.template import Template
 from reef.errors import ConfigError
 from reef.types import Ids
 

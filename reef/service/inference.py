@@ -18,9 +18,9 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from reef.chat.conversation import Conversation
+from reef.chat.detokenizer import cut_at_stop
 from reef.chat.dialect import read_whole
 from reef.chat.reply import Delta, PlainParser, Reply, ReplyParser
-from reef.chat.template import cut_at_stop
 from reef.engines.answers import Chunk
 from reef.engines.client import EngineClient
 from reef.errors import (

@@ -17,9 +17,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from reef.chat.conversation import Conversation, Message
+from reef.chat.detokenizer import cut_at_stop
 from reef.chat.dialect import read_whole
 from reef.chat.reply import Reply
-from reef.chat.template import cut_at_stop
 from reef.errors import ConflictError, GoneError, NotFoundError, ReefError, TooLargeError
 from reef.ledger import exchanges
 from reef.ledger.exchanges import Exchange

@@ -5,9 +5,10 @@ from typing import Any
 
 from reef.atif import AgentTurn, trajectory
 from reef.chat.conversation import Conversation, Message
+from reef.chat.detokenizer import cut_at_stop
 from reef.chat.dialect import Dialect, read_whole
 from reef.chat.reply import Reply
-from reef.chat.template import Template, cut_at_stop
+from reef.chat.template import Template
 from reef.errors import ConflictError
 from reef.ledger.recorded import Recorded
 from reef.service.wire import parse

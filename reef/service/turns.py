@@ -8,9 +8,10 @@ import numpy as np
 
 from reef.chat import history
 from reef.chat.conversation import Conversation
+from reef.chat.detokenizer import cut_at_stop
 from reef.chat.dialect import Dialect, read_whole
 from reef.chat.reply import Reply
-from reef.chat.template import Template, cut_at_stop
+from reef.chat.template import Template
 from reef.errors import ConflictError, GoneError, NotFoundError
 from reef.ledger import turns
 from reef.ledger.ledger import Ledger

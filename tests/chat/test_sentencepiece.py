@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from reef.chat.conversation import Conversation, Message
-from reef.chat.template import Detokenizer, Template
+from reef.chat.detokenizer import Detokenizer
+from reef.chat.template import Template
 
 PIECES = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "▁▁", "é", ".", "\n"]
 DECODERS = {

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from reef.chat.conversation import Conversation, Message
-from reef.chat.template import Detokenizer, Template, cut_at_stop
+from reef.chat.detokenizer import Detokenizer, cut_at_stop
+from reef.chat.template import Template
 from reef.errors import BadRequestError, ConfigError
 
 
