@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,6 +244,16 @@ def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeServi
 def recorder(make_service: MakeService) -> Service:
     """A service that only records: the embedded engine, no trainer. Shared: a test brings its own scenario."""
     return make_service(*RECORD_ONLY).start()
+
+
+@pytest.fixture(scope="session")
+def tool_recorder(make_service: MakeService, tmp_path_factory: pytest.TempPathFactory) -> Service:
+    """As `recorder`, with a chat template that shows the model its tools (the starter's shows none)."""
+    model = shutil.copytree(STARTER, tmp_path_factory.mktemp("model") / "starter")
+    template = model / "chat_template.jinja"
+    shown = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    template.write_text(shown + template.read_text())
+    return make_service(*RECORD_ONLY, model=model).start()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -188,7 +188,7 @@ def test_a_call_id_used_again_is_answered_at_the_newest_call() -> None:
     assert [len(step["observation"]["results"]) for step in steps if "observation" in step] == [1, 1]
 
 
-@pytest.mark.parametrize("arguments", ["[1]", "{cut", '"text"', ""])
+@pytest.mark.parametrize("arguments", ["[1]", "{cut", '"text"'])
 def test_arguments_that_are_no_object_are_kept_as_text_beside_an_empty_one(arguments: str) -> None:
     made = valid([turn(1, [ASK], Reply("", None, (ToolCall("c", "ls", arguments),)), [1], [2])])
     (call,) = made["steps"][1]["tool_calls"]

@@ -66,12 +66,13 @@ def test_a_field_that_names_what_is_to_be_fetched_is_refused(recorder, trap, rou
         trap.accept()
 
 
-def test_a_url_in_text_and_schemas_is_only_text(recorder, trap, scenario) -> None:
+@pytest.mark.slow
+def test_a_url_in_text_and_schemas_is_only_text(tool_recorder, trap, scenario) -> None:
     url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
     tool = {"type": "function", "function": {"name": "fetch", "description": url, "parameters": filled(FUNCTION, url)}}
     body = {**user({"type": "text", "text": f"fetch {url}"}), "tools": [tool], "user": url, "max_tokens": 4}
-    receipt = recorder.post(CHAT, body, headers={"x-reef-scenario": scenario}).headers["x-reef-agent-record-id"]
+    receipt = tool_recorder.post(CHAT, body, headers={"x-reef-scenario": scenario}).headers["x-reef-agent-record-id"]
     report = {"references": [receipt], "feedback": url, "metadata": {"url": url}, "reason_code": url}
-    assert recorder.post("/reef/report", report).status_code == 200
+    assert tool_recorder.post("/reef/report", report).status_code == 200
     with pytest.raises(TimeoutError):
         trap.accept()

@@ -122,27 +122,31 @@ def check(response) -> None:
 
 
 @pytest.fixture(scope="module")
-def receipt_id(recorder) -> str:
-    return recorder.chat("1+1=", headers={"x-reef-scenario": "random-bodies"}).headers["x-reef-agent-record-id"]
+def receipt_id(tool_recorder) -> str:
+    return tool_recorder.chat("1+1=", headers={"x-reef-scenario": "random-bodies"}).headers["x-reef-agent-record-id"]
 
 
-def test_the_bodies_that_are_broken_here_are_right_before(recorder, receipt_id) -> None:
+def test_the_bodies_that_are_broken_here_are_right_before(tool_recorder, receipt_id) -> None:
     headers = {"x-reef-scenario": "random-bodies"}
-    assert recorder.post("/v1/chat/completions", CHAT, headers=headers).status_code == 200
-    assert recorder.post("/reef/report", {**REPORT, "references": [receipt_id]}, headers=headers).status_code == 200
+    assert tool_recorder.post("/v1/chat/completions", CHAT, headers=headers).status_code == 200
+    assert (
+        tool_recorder.post("/reef/report", {**REPORT, "references": [receipt_id]}, headers=headers).status_code == 200
+    )
 
 
 @EXAMPLES
 @given(body=broken(CHAT))
-def test_a_chat_that_is_wrong_somewhere_is_answered_or_refused_by_the_fields_name(recorder, body) -> None:
+def test_a_chat_that_is_wrong_somewhere_is_answered_or_refused_by_the_fields_name(tool_recorder, body) -> None:
     if body.get("max_tokens") is None:  # without a limit it would be sampled for long
         body = {**body, "max_tokens": 2}
-    check(recorder.post("/v1/chat/completions", body, headers={"x-reef-scenario": "random-bodies"}))
+    check(tool_recorder.post("/v1/chat/completions", body, headers={"x-reef-scenario": "random-bodies"}))
 
 
 @EXAMPLES
 @given(body=broken(REPORT))
-def test_a_report_that_is_wrong_somewhere_is_stored_or_refused_by_the_fields_name(recorder, receipt_id, body) -> None:
+def test_a_report_that_is_wrong_somewhere_is_stored_or_refused_by_the_fields_name(
+    tool_recorder, receipt_id, body
+) -> None:
     if body.get("references") == ["rcp_"]:
         body = {**body, "references": [receipt_id]}
-    check(recorder.post("/reef/report", body, headers={"x-reef-scenario": "random-bodies"}))
+    check(tool_recorder.post("/reef/report", body, headers={"x-reef-scenario": "random-bodies"}))
