@@ -291,9 +291,9 @@ class FakeEngine:
         assert self._started.wait(10)
 
     def stop(self) -> None:
-        if self._thread.is_alive():
+        with suppress(RuntimeError):  # its loop is closed: it has ended by itself
             self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join(10)
+        self._thread.join(10)
 
     def generation(self, ids: list[int], **meta: Any) -> dict[str, Any]:
         """A right answer; fields of meta_info by name."""
