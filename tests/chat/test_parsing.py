@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from reef.chat.parsing import REASONING_PARSERS, TOOL_PARSERS, make_parser
 from reef.chat.reply import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallBegin
 
+pytestmark = pytest.mark.slow
+
 WEATHER = {
     "type": "function",
     "function": {

@@ -6,6 +6,8 @@ import pytest
 
 from reef.chat.parsing import REASONING_PARSERS, TOOL_PARSERS, default_parsers, markers, starts_in_reasoning
 
+pytestmark = pytest.mark.slow
+
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
 WITH_TOOLS = CHATML + "{% if tools %}{{ tools | tojson }}{% endif %}"
 QWEN25 = (

@@ -11,6 +11,8 @@ from reef.chat.conversation import Message, ToolCall
 from reef.chat.parsing import default_parsers, make_parser, starts_in_reasoning
 from tests.chat.styles import STYLES, TEMPLATES
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("get_weather", "ping")
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}

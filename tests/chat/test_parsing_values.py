@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from reef.chat.parsing import make_parser
 from reef.chat.parsing.schema import as_json, types_of
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     ({"type": "integer"}, "3", "3"),
     ({"type": "integer"}, " -12\n", "-12"),

@@ -14,6 +14,8 @@ from reef.chat.conversation import Conversation, Message
 from reef.chat.detokenizer import Detokenizer
 from reef.chat.template import Template
 
+pytestmark = pytest.mark.slow
+
 PIECES = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "▁▁", "é", ".", "\n"]
 DECODERS = {
     "llama": [

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 
 from tests.clients import guarded as guarded_service
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "2+3="}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ADD_FLAT = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}

@@ -14,6 +14,8 @@ import pytest
 from reef_client import ReefClient
 from reef_client.client import ReefClientError
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 QUESTION = {"messages": [{"role": "user", "content": "2+3="}], "max_tokens": 8}
 _numbers = itertools.count()

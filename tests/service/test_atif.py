@@ -12,6 +12,8 @@ from reef import cli, export
 from reef.config import load
 from reef.errors import NotFoundError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def post(recorder, scenario):

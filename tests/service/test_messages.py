@@ -15,6 +15,8 @@ from tests.chat.styles import make_model
 from tests.service.says import Says
 from tests.service.test_messages_body import read
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 CHAT = "/v1/chat/completions"

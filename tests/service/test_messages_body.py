@@ -18,6 +18,8 @@ from reef.service.wire import parse
 from reef.service.wire_anthropic import CountBody, MessagesBody
 from reef.service.wire_openai import ChatBody
 
+pytestmark = pytest.mark.slow
+
 HI = {"role": "user", "content": "hi"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 FUNCTION = {"type": "object", "properties": {"url": {"$ref": "{url}"}}}
 

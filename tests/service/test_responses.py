@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 RESPONSES = "/v1/responses"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 SPACE = {"type": "namespace", "name": "maths", "description": "Sums.", "tools": [ADD]}

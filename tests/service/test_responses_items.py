@@ -14,6 +14,8 @@ from reef.service.responses_output import Output, whole_output
 from reef.service.wire import parse
 from reef.service.wire_responses import ResponsesBody
 
+pytestmark = pytest.mark.slow
+
 text = st.text(min_size=1, max_size=8)
 call = st.builds(
     lambda id, name, value: ToolCall(f"call_{id}", name, json.dumps({"x": value})),
