@@ -24,6 +24,8 @@ from reef.engines.answers import Chunk
 from reef.engines.client import EngineClient
 from reef.types import Generation, Request, Sampling
 
+pytestmark = pytest.mark.slow  # servers of its own
+
 PROMPT = [40, 50, 60, 70]
 
 
