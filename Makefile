@@ -3,8 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python -m
 INSTALLED = .venv/.installed
 SGLANG_CPU = .venv/.sglang-cpu
+TRL = .venv-trl/.installed
 
-.PHONY: demo test test-fast soak lint bench bench-gateway bench-ledger install sglang-cpu postgres clean
+.PHONY: demo test test-fast soak lint bench bench-gateway bench-ledger bench-trl install sglang-cpu postgres clean
 
 demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 	$(RUN) recipes.arithmetic.demo
@@ -31,6 +32,9 @@ bench-ledger: $(INSTALLED)  ## a ledger of a million receipts beside one of a th
 bench-gateway: $(INSTALLED)  ## requests/s and added latency beside a stub engine and a bare gateway
 	$(RUN) benchmarks.gateway
 
+bench-trl: $(INSTALLED) $(TRL)  ## wall clock to the same accuracy beside TRL's GRPOTrainer, in a venv of its own
+	$(RUN) benchmarks.trl
+
 bench: sglang-cpu  ## every figure in docs/performance.md, each beside its reference
 	$(RUN) benchmarks
 
@@ -54,5 +58,10 @@ $(SGLANG_CPU): $(INSTALLED) requirements-sglang-cpu.txt
 	$(RUN) pip install --quiet --no-deps --requirement requirements-sglang-cpu.txt
 	touch $(SGLANG_CPU)
 
+$(TRL): requirements-trl.txt harness/pyproject.toml
+	"$(PYTHON)" -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --requirement requirements-trl.txt --editable ./harness
+	touch $(TRL)
+
 clean:  ## remove what was set up and what was made
-	rm -rf .venv work build *.egg-info harness/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl work build *.egg-info harness/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -9,7 +9,7 @@ time: its latencies during steps and loads stand beside those of the idle servic
 import asyncio
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,10 +100,9 @@ async def phase_sums(url: str) -> dict[str, float]:
     }
 
 
-def memory(pid: int) -> dict[str, float]:
-    """Resident MiB of each process of the service, by name; shared pages count in each."""
+def processes(pid: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The service's processes, each with a name for people."""
     root = psutil.Process(pid)
-    found: dict[str, float] = {}
     for process in [root, *root.children(recursive=True)]:
         command = " ".join(process.cmdline())
         name = "reef serve" if process.pid == pid else process.name()
@@ -113,6 +112,13 @@ def memory(pid: int) -> dict[str, float]:
             name = "Megatron worker"
         elif "ray" in command:
             name = "Ray's own processes"
+        yield name, process
+
+
+def memory(pid: int) -> dict[str, float]:
+    """Resident MiB of each process of the service, by name; shared pages count in each."""
+    found: dict[str, float] = {}
+    for name, process in processes(pid):
         found[name] = found.get(name, 0.0) + process.memory_info().rss / 2**20
     return found
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.common import RESULTS, ROOT
@@ -12,6 +13,9 @@ HEAD = """# Performance
 Written by `make bench` (about half an hour, on an otherwise idle machine); do not edit. Every figure stands
 beside its reference from the same run. Machine: {machine}.
 """
+TRL_TITLE = "\n## Beside TRL\n"  # the last section: that bench has a venv of its own and runs by itself
+TRL_HEAD = ["Model, seed", "Gain", "TRL, s", "TRL, rollouts", "Reef, s", "Reef, rollouts", "Reef / TRL"]
+TRL_HEAD += ["TRL then", "Reef then"]
 
 
 def read(name: str) -> Any:
@@ -173,11 +177,76 @@ def ledger() -> str:
     )
 
 
+def trl_lines(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A line for each run and gain; a dash where a side did not reach it, or had ended before."""
+
+    def cells(point: dict[str, Any] | None) -> tuple[str, str]:
+        return (f"{point['seconds']:.1f}", f"{point['rollouts']:,}") if point else ("–", "–")
+
+    def number(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    return [
+        (
+            f"{run['model']}, {run['seed']}",
+            f"+{gain}",
+            *cells(found["trl"]),
+            *cells(found["reef"]),
+            number(found["ratio"], ".2f"),
+            number(found["trl"] and found["trl"]["accuracy"], ".3f"),
+            number(found["reef_accuracy_at_trl_seconds"], ".3f"),
+        )
+        for run in runs
+        for gain, found in run["gains"].items()
+    ]
+
+
+def trl() -> str:
+    found = read("trl")
+    runs = found["runs"]
+    models = {run["model"]: [other for other in runs if other["model"] == run["model"]] for run in runs}
+    steps = [
+        (model, *(f"{median(run['step_s'][side] for run in of):.3f}" for side in ("trl", "reef")))
+        for model, of in models.items()
+    ]
+    where = [
+        (model, name, f"{median(run[kind].get(name, 0.0) for run in of):.3f}")
+        for model, of in models.items()
+        for kind in ("phases", "cpu_s_per_release")
+        for name in of[0][kind]
+    ]
+    return (
+        f"{TRL_TITLE}\nGRPO by TRL's GRPOTrainer in one process (float32, no gradient checkpointing, no vLLM) and by\n"
+        "the whole service: HTTP, a durable receipt for every answer, Ray, Megatron, a release for every step. Same\n"
+        "model, prompts, grader, 8 x 8 samples a step, loss, learning rate. Wall clock and rollouts are those from\n"
+        f"the first rollout to a gain in held-out accuracy ({found['problems']:,} problems, measured after the run,\n"
+        f"every {found['every']} steps); then both accuracies at the moment when TRL had reached it. 5M is the\n"
+        "starter grown to 4.8M parameters that change nothing at first (`make bench-trl`).\n\n"
+        + rows(TRL_HEAD, trl_lines(runs))
+        + "\n"
+        + rows(["Model", "TRL, s a step", "Reef, s a release"], steps)
+        + "\nWhere Reef's time goes, for one release: seconds by phase of the training loop (rollouts go on\n"
+        "meanwhile), then processor seconds by process (the client too).\n\n"
+        + rows(["Model", "What", "Seconds"], where)
+    )
+
+
+def put_trl() -> None:
+    """Write the TRL section anew and leave the rest of the page."""
+    PAGE.write_text(PAGE.read_text(encoding="utf-8").partition(TRL_TITLE)[0] + trl(), encoding="utf-8")
+
+
+def kept_trl() -> str:
+    """The TRL section as the page has it."""
+    _, title, text = PAGE.read_text(encoding="utf-8").partition(TRL_TITLE)
+    return title + text
+
+
 def main() -> None:
     machine = read("loop")["machine"]
     text = f"{machine['cores']} cores, no GPU, {machine['platform']}, Python {machine['python']}"
     parts = (demo, loop, gateway, ledger, engine, step, publish, checkpoint)
-    PAGE.write_text(HEAD.format(machine=text) + "".join(part() for part in parts), encoding="utf-8")
+    PAGE.write_text(HEAD.format(machine=text) + "".join(part() for part in parts) + kept_trl(), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
 
 

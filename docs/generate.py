@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from reef.config import Config, Section, entries_of
+from reef.config import RECIPES, Config, RecipeSection, entries_of
+from reef.section import Section, kebab
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -29,27 +30,35 @@ def render() -> str:
 
 
 def _section(section: type[Section], path: tuple[str, ...]) -> Iterator[str]:
-    leaves = {name: field for name, field in section.model_fields.items() if not _is_section(field)}
+    leaves = {
+        name: field for name, field in section.model_fields.items() if not _is_section(field) and name != "recipe"
+    }
     if leaves:
         yield f"\n## {'.'.join(path)}\n\n"
         if section.__doc__ and path and not section.__doc__.startswith("A section"):
             yield f"{section.__doc__.strip().splitlines()[0]}\n\n"
         yield "| Key | Type | Default | Meaning |\n|---|---|---|---|\n"
         for name, field in leaves.items():
-            yield f"| `{_kebab(name)}` | {_type(field.annotation)} | {_default(field)} | {field.description} |\n"
+            yield f"| `{kebab(name)}` | {_type(field.annotation)} | {_default(field)} | {field.description} |\n"
     for name, field in section.model_fields.items():
         if (entry := entries_of(field.annotation)) is not None:
-            yield from _section(entry, (*path, f"{_kebab(name)}[]"))
-        if _is_section(field):
-            yield from _section(typing.cast("type[Section]", field.annotation), (*path, _kebab(name)))
+            yield from _section(entry, (*path, f"{kebab(name)}[]"))
+        if name == "recipe":
+            yield from _recipes()
+        elif _is_section(field):
+            yield from _section(typing.cast("type[Section]", field.annotation), (*path, kebab(name)))
+
+
+def _recipes() -> Iterator[str]:
+    """`recipe`, and `recipe.config` of each method."""
+    yield from _section(RecipeSection, ("recipe",))
+    for name, recipe in RECIPES.items():
+        config = typing.cast("type[Section]", recipe.model_fields["config"].annotation)
+        yield from _section(config, (f"recipe.config (implementation: {name})",))
 
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _type(annotation: object) -> str:

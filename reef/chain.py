@@ -252,7 +252,9 @@ class Chain:
 
     async def _prune(self, scenario: str) -> None:
         saving = self._recovery.saving
-        also = set() if saving is None else {saving.release.id}
+        also = {self._engines.served} if self._engines.served is not None else set()  # which it may restart with
+        if saving is not None:
+            also.add(saving.release.id)
         await self._progress.until_stored(self._storage.prune, scenario, also)
 
     async def revive(self) -> None:

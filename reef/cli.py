@@ -1,7 +1,7 @@
 """The commands.
 
 reef serve -c serve.yaml [--section.key VALUE ...] [--dry-run | --print-config]
-reef status | releases [SCENARIO] | why RECEIPT_OR_REPORT      ask a running service
+reef status | releases [SCENARIO] | why ID                     ask a running service; of a receipt, report or release
 reef rollback RELEASE | promote RELEASE [--force]              move its chain
 reef token NAME [--role ROLE ...] [--scenario NAME ...]        make a key: for whom, and the lines to configure it
 reef replay [SCENARIO] [--to RELEASE]                          make a release again from the ledger
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("status", _status, "What a running service is doing."),
         ("releases", _releases, "The release chain of a scenario, newest first."),
-        ("why", _why, "The story of a receipt or a report."),
+        ("why", _why, "The story of a receipt, a report or a release."),
         ("rollback", _rollback, "Weights, trainer and queue back to an earlier release."),
         ("promote", _promote, "Serve a release that is held, quarantined, or was left behind."),
     ):
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
             ask.add_argument("scenario", nargs="?", help="default: the one that trains")
             ask.add_argument("--limit", type=int, default=20)
         if name == "why":
-            ask.add_argument("id", help="a receipt (rcp_...) or a report")
+            ask.add_argument("id", help="a receipt (rcp_...), a report or a release")
         if name in ("rollback", "promote"):
             ask.add_argument("release", help="the release's id, as `reef releases` shows it")
             ask.add_argument("--scenario", help="default: the one that trains")
@@ -227,6 +227,8 @@ def _status(arguments: argparse.Namespace, config: Config) -> int:
         if held := training["held"]:
             waits_for = ", ".join(held["missing"]) or "its verdict"
             print(f"held      {held['release_id']}, waiting for {waits_for}")
+    for alarm in (scenario or {}).get("alarms", ()):
+        print(f"alarm     {alarm['release_id']}: {alarm['message']}")
     several = sum(engine["role"] == "serving" for engine in status["engines"]) > 1
     for engine in status["engines"]:
         served = engine["release_id"] or "no release"
@@ -253,13 +255,13 @@ def _releases(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.json:
         print(json.dumps(answer, indent=2))
         return 0
-    print(f"{'':1} {'release':<14} {'step':>5} {'operation':<9} {'reward':>7} {'gap':>9} {'samples':>7}  created")
+    print(f"{'':1} {'release':<14} {'step':>5} {'operation':<11} {'reward':>7} {'gap':>9} {'samples':>7}  created")
     for release in answer["releases"]:
         metrics = release["metrics"]
         created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(release["created_at"]))
         print(
             f"{'*' if release['current'] else ' '} {release['release_id']:<14} {release['step']:>5} "
-            f"{release['operation']:<9} {_figure(metrics.get('reward_mean'), '.3f'):>7} "
+            f"{release['operation']:<11} {_figure(metrics.get('reward_mean'), '.3f'):>7} "
             f"{_figure(metrics.get('train_rollout_logprob_abs_diff'), '.1e'):>9} "
             f"{_figure(metrics.get('num_samples'), '.0f'):>7}  {created}{_notes(release)}"
         )
@@ -279,6 +281,7 @@ def _notes(release: dict[str, Any]) -> str:
         notes.append("replay diverged")
     if release["num_deleted"]:
         notes.append(f"{release['num_deleted']} of its samples were deleted")
+    notes += [f"alarm: {alarm['message']}" for alarm in release["alarms"]]
     return f"  {'; '.join(notes)}" if notes else ""
 
 
@@ -292,7 +295,7 @@ def _why(arguments: argparse.Namespace, config: Config) -> int:
     try:
         stories = [_get(url, f"/reef/reports/{quote(report_id, safe='')}", config) for report_id in ids]
     except NotFoundError:
-        raise NotFoundError(f"no receipt and no report {arguments.id}") from None
+        return _why_release(arguments, url, config)
     if arguments.json:
         print(json.dumps({"receipt": receipt, "reports": stories}, indent=2))
         return 0
@@ -303,13 +306,45 @@ def _why(arguments: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+def _why_release(arguments: argparse.Namespace, url: str, config: Config) -> int:
+    """What made a release, and what is known of it by now. Raises NotFoundError: the id is that of nothing."""
+    try:
+        name = _training_scenario(url, config)
+        route = f"/reef/scenarios/{quote(name, safe='')}/releases/{quote(arguments.id, safe='')}"
+        release = _get(url, route, config)
+    except NotFoundError:
+        raise NotFoundError(f"no receipt, no report and no release {arguments.id}") from None
+    if arguments.json:
+        print(json.dumps({"release": release}, indent=2))
+        return 0
+    made, metrics, release_id = release["operation"], release["metrics"], release["release_id"]
+    of = f" of batch {release['batch_id']}" if release["batch_id"] else ""
+    print(f"{_at(release['created_at'])}  release {release_id} made by {made}{of}, step {release['step']}")
+    if metrics:
+        shown = (f"{key} {_figure(metrics.get(key), '.4g')}" for key in ("reward_mean", "response_length_mean"))
+        print(f"{_at(None)}  its batch: {', '.join(shown)}")
+    if release["verified_at"] is not None:
+        print(f"{_at(release['verified_at'])}  release {release_id} loaded and verified")
+    for result in release["evaluations"]:
+        print(f"{_at(None)}  held-out result: {json.dumps(result)}")
+    for alarm in release["alarms"]:
+        print(f"{_at(None)}  alarm: {alarm['message']}")
+    if notes := _notes({**release, "alarms": []}):
+        print(f"{_at(None)}{notes}")
+    return 0
+
+
+def _at(when: float | None) -> str:
+    """A column of local times; blank where nobody knows."""
+    return " " * 19 if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
 def _told(event: dict[str, Any]) -> str:
     """One event of a story as one line: when (local time; blank where nobody knows), what, why."""
-    at = "" if event["at"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["at"]))
     details = {name: ", ".join(value) if isinstance(value, list) else value for name, value in event.items()}
     details["exact"] = "exact" if event.get("exact") else "not exact"
     why = event.get("reason") or event.get("error")
-    return f"{at:<19}  {EVENTS[event['event']].format_map(details)}{f': {why}' if why else ''}"
+    return f"{_at(event['at'])}  {EVENTS[event['event']].format_map(details)}{f': {why}' if why else ''}"
 
 
 def _rollback(arguments: argparse.Namespace, config: Config) -> int:

@@ -10,13 +10,16 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, Discriminator, Field, SecretStr, Tag, ValidationError, model_validator
 
 from reef import keys
 from reef.errors import ConfigError
+from reef.options import OptimizerOptions
+from reef.section import Section, kebab
+from reef.shelf import GrpoConfig, SaoConfig
 
 SCENARIO_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -26,24 +29,9 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 ROLES = ("infer", "report", "admin")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_WANDB_NAME = r"^[^/\\#?%:]{1,128}$"  # what wandb itself takes
 _PASSWORD = re.compile(r"(://[^:/@]*:).*@")
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-class Section(BaseModel):
-    """A section of serve.yaml: kebab-case aliases, unknown keys refused, frozen once read."""
-
-    model_config = ConfigDict(
-        alias_generator=_kebab, populate_by_name=True, extra="forbid", frozen=True, allow_inf_nan=False
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nothing_is_default(cls, values: Any) -> Any:
-        return {} if values is None else values  # YAML's reading of a section with every key commented out
 
 
 class TokenEntry(Section):
@@ -199,32 +187,6 @@ class InferenceSection(Section):
         return self
 
 
-class GrpoConfig(Section):
-    """recipe.config for `implementation: grpo` (METHODS: GRPO, DAPO clip-higher)."""
-
-    group_size: int = Field(8, ge=1, description="Rollouts of one prompt that are compared.")
-    batch_size: int = Field(64, ge=1, description="Samples per optimizer step; a multiple of group-size.")
-    max_staleness: int = Field(4, ge=0, description="Policy updates a sample may lie behind the head.")
-    group_deadline_s: float = Field(300, gt=0, description="Seconds after its first report when a group closes.")
-    clip_low: float = Field(0.2, ge=0, lt=1, description="Lower PPO clip: ratios below 1 - clip-low are clipped.")
-    clip_high: float = Field(0.28, ge=0, description="Upper PPO clip: ratios above 1 + clip-high are clipped.")
-    std: Literal["population", "unbiased"] = Field("population", description="The deviation that scales advantages.")
-    std_eps: float = Field(1e-6, gt=0, description="Added to the variance (population) or to the deviation (unbiased).")
-    tie_tolerance: float = Field(1e-6, ge=0, description="Rewards of a group closer than this count as tied.")
-    filter_tied: bool = Field(True, description="Leave groups with tied rewards out of batches.")
-    aggregation: Literal["rollout-mean", "token-mean"] = Field(
-        "rollout-mean", description="Mean over tokens then rollouts then prompts, or over all tokens of the batch."
-    )
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> "GrpoConfig":
-        if self.batch_size % self.group_size:
-            raise ValueError(
-                f"recipe.config.batch-size must be a multiple of group-size ({self.group_size}), got {self.batch_size}"
-            )
-        return self
-
-
 class RecipeSection(Section):
     """Which scenario trains, and by which method.
 
@@ -232,14 +194,81 @@ class RecipeSection(Section):
     """
 
     scenario: str | None = Field(None, description="The scenario that trains; none: the first one created.")
-    implementation: Literal["grpo"] = Field("grpo", description="The method that turns reports into updates.")
-    config: GrpoConfig = Field(default_factory=lambda: GrpoConfig(), description="The method's settings.")
+    implementation: str = Field(
+        "grpo",
+        description="The method that turns reports into updates: `grpo`, `sao`, or a class, `my_pkg.file:Class`.",
+    )
 
     @model_validator(mode="after")
     def _scenario_name(self) -> "RecipeSection":
         if self.scenario is not None and not SCENARIO_NAME.fullmatch(self.scenario):
             raise ValueError(f"recipe.scenario: expected 1-64 letters, digits, '.', '_' or '-', got {self.scenario!r}")
         return self
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The method's settings as JSON values, in snake_case."""
+        return {}
+
+    @property
+    def group_size(self) -> int | None:
+        """Rollouts of one prompt that are compared; None: the method compares none."""
+        found: int | None = self.values.get("group_size")
+        return found
+
+
+class GrpoRecipe(RecipeSection):
+    """A recipe with `implementation: grpo`."""
+
+    config: GrpoConfig = Field(default_factory=lambda: GrpoConfig(), description="The method's settings.")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As `RecipeSection.values`."""
+        return self.config.model_dump(mode="json")
+
+
+class SaoRecipe(RecipeSection):
+    """A recipe with `implementation: sao`."""
+
+    config: SaoConfig = Field(default_factory=lambda: SaoConfig(), description="The method's settings.")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As `RecipeSection.values`."""
+        return self.config.model_dump(mode="json")
+
+
+class CustomRecipe(RecipeSection):
+    """A recipe whose method is a class of the user's own, by its dotted path.
+
+    Refuses a path that is none.
+    """
+
+    config: dict[str, Any] = Field(default_factory=dict, description="What the class is made with; it checks it.")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As `RecipeSection.values`."""
+        return {name.replace("-", "_"): value for name, value in self.config.items()}
+
+    @model_validator(mode="after")
+    def _dotted_path(self) -> "CustomRecipe":
+        if not _CLASS_PATH.fullmatch(self.implementation):
+            raise ValueError(
+                f"recipe.implementation: expected grpo, sao or the path of a class like my_pkg.file:Class, "
+                f"got {self.implementation[:80]!r}"
+            )
+        return self
+
+
+RECIPES: Mapping[str, type[RecipeSection]] = {"grpo": GrpoRecipe, "sao": SaoRecipe}
+
+
+def recipe_of(values: Any) -> type[RecipeSection]:
+    """The section that a `recipe` is checked by: its `implementation` says."""
+    name = values.get("implementation") if isinstance(values, dict) else getattr(values, "implementation", None)
+    return RECIPES.get(str(name or "grpo"), CustomRecipe)
 
 
 class Layout(Section):
@@ -265,126 +294,6 @@ class Layout(Section):
     def world_size(self) -> int:
         """The number of workers: tensor * pipeline * data * context."""
         return self.tensor * self.pipeline * self.data * self.context
-
-
-class OptimizerOptions(Section):
-    """Megatron's optimizer, schedule and memory settings, by Megatron's names. Steps are counted from 0.
-
-    Refuses settings that contradict each other, and those that need another one which is not there.
-    """
-
-    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
-    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the decay.")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
-        "constant", description="Shape of the decay; WSD: constant until the last `wsd-decay-steps` of it."
-    )
-    lr_decay_steps: int = Field(1000, gt=0, description="The step that ends the decay (constant ignores it).")
-    lr_warmup_steps: int = Field(0, ge=0, description="Steps over which it rises from `lr-warmup-init`.")
-    lr_warmup_init: float = Field(0.0, ge=0, description="Learning rate of the first step of a warm-up.")
-    wsd_decay_steps: int | None = Field(None, gt=0, description="Steps of the decay that ends WSD; only for WSD.")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = Field(
-        "exponential", description="Shape of the decay that ends WSD."
-    )
-    weight_decay: float = Field(
-        0.0, ge=0, description="AdamW weight decay of matrices and embeddings; norms and biases never decay."
-    )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
-        "constant",
-        description="How it moves from `start-weight-decay` to `end-weight-decay`; constant: `weight-decay`.",
-    )
-    start_weight_decay: float | None = Field(None, ge=0, description="Weight decay of the first step.")
-    end_weight_decay: float | None = Field(None, ge=0, description="Weight decay after `wd-incr-steps`.")
-    wd_incr_steps: int | None = Field(None, gt=0, description="Steps over which weight decay moves.")
-    clip_grad: float = Field(1.0, ge=0, description="Largest gradient norm; 0: no clipping.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
-    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
-    use_distributed_optimizer: bool = Field(
-        False, description="Each data rank keeps and steps its share of moments and float32 copies, not all of them."
-    )
-    overlap_grad_reduce: bool = Field(
-        False, description="Add gradients up over data ranks while the last backward pass goes on."
-    )
-    recompute_granularity: Literal["full", "selective"] | None = Field(
-        None, description="Activations computed again in the backward pass: layers, attention alone, or none."
-    )
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        None, description="With full: all layers in units, or the first ones of each stage."
-    )
-    recompute_num_layers: int | None = Field(
-        None, gt=0, description="With full: layers of a unit (uniform), or of each stage (block)."
-    )
-
-    @model_validator(mode="after")
-    def _schedule(self) -> "OptimizerOptions":
-        if self.min_lr > self.lr:
-            raise ValueError(f"training.options.min-lr is {self.min_lr}, above lr ({self.lr})")
-        if self.lr_warmup_init > self.lr:
-            raise ValueError(f"training.options.lr-warmup-init is {self.lr_warmup_init}, above lr ({self.lr})")
-        if self.lr_warmup_init and not self.lr_warmup_steps:
-            raise ValueError("training.options.lr-warmup-init starts a warm-up, and lr-warmup-steps is 0")
-        if self.lr_decay_style != "constant" and self.lr_warmup_steps >= self.lr_decay_steps:
-            raise ValueError(
-                f"training.options.lr-warmup-steps is {self.lr_warmup_steps}; it must be below lr-decay-steps "
-                f"({self.lr_decay_steps})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _wsd(self) -> "OptimizerOptions":
-        if (self.lr_decay_style == "WSD") != (self.wsd_decay_steps is not None):
-            raise ValueError(
-                f"training.options.wsd-decay-steps is {self.wsd_decay_steps} and lr-decay-style is "
-                f"{self.lr_decay_style}: WSD needs it, and no other style has a use for it"
-            )
-        if self.wsd_decay_steps is not None and self.wsd_decay_steps > self.lr_decay_steps - self.lr_warmup_steps:
-            raise ValueError(
-                f"training.options.wsd-decay-steps is {self.wsd_decay_steps}, more than lr-decay-steps "
-                f"({self.lr_decay_steps}) leaves after lr-warmup-steps ({self.lr_warmup_steps})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _moving_weight_decay(self) -> "OptimizerOptions":
-        moves = {
-            "start-weight-decay": self.start_weight_decay,
-            "end-weight-decay": self.end_weight_decay,
-            "wd-incr-steps": self.wd_incr_steps,
-        }
-        constant = self.weight_decay_incr_style == "constant"
-        for name, value in moves.items():
-            if constant != (value is None):
-                raise ValueError(
-                    f"training.options.{name} is {value} and weight-decay-incr-style is "
-                    f"{self.weight_decay_incr_style}: linear and cosine need it, and constant has no use for it"
-                )
-        if constant:
-            return self
-        if self.weight_decay:
-            raise ValueError(
-                f"training.options.weight-decay is {self.weight_decay}, but weight-decay-incr-style "
-                f"{self.weight_decay_incr_style} moves it: leave it out"
-            )
-        if (self.start_weight_decay or 0.0) > (self.end_weight_decay or 0.0):
-            raise ValueError(
-                f"training.options.start-weight-decay is {self.start_weight_decay}, above end-weight-decay "
-                f"({self.end_weight_decay})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _recompute(self) -> "OptimizerOptions":
-        full = self.recompute_granularity == "full"
-        for name, value in (
-            ("recompute-method", self.recompute_method),
-            ("recompute-num-layers", self.recompute_num_layers),
-        ):
-            if full != (value is not None):
-                raise ValueError(
-                    f"training.options.{name} is {value} and recompute-granularity is {self.recompute_granularity}: "
-                    "full needs it, and nothing else has a use for it"
-                )
-        return self
 
 
 class SyncSection(Section):
@@ -503,17 +412,46 @@ class EvaluationSection(Section):
 
 
 class WandbSection(Section):
-    """Metrics in an offline Weights & Biases run, when enabled."""
+    """One Weights & Biases run for the scenario that trains, which goes on after each restart."""
 
     enabled: bool = Field(False, description="Write each release's metrics to Weights & Biases.")
+    project: str = Field("reef", pattern=_WANDB_NAME, description="Project name.")
+    entity: str | None = Field(
+        None, pattern=_WANDB_NAME, description="User or team that the project is of; none: the key's default."
+    )
+    mode: Literal["online", "offline"] | None = Field(
+        None, description="Whether metrics are sent or kept in files; none: offline where no key is."
+    )
     directory: Path | None = Field(None, description="Where its files go; none: RUN-DIR/wandb.")
-    project: str = Field("reef", description="Project name.")
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
+        default_factory=list, description="The run's tags."
+    )
+
+
+class AlarmSection(Section):
+    """An alarm: a held-out metric, of which more is better, falls while the reward rises. It marks the release."""
+
+    metric: str = Field(min_length=1, description="A held-out result's figure, e.g. accuracy.")
+    drop: float = Field(ge=0, description="It fell by more than this, its interval considered.")
+    reward_rise: float = Field(0.0, description="The mean reward rose by this at least.")
+    window: int = Field(50, ge=1, description="Steps back to the oldest release that one is compared with.")
 
 
 class ObservabilitySection(Section):
     """Where metrics go besides the service's own routes."""
 
     wandb: WandbSection = Field(default_factory=lambda: WandbSection(), description="Weights & Biases.")
+    alarms: list[AlarmSection] = Field(
+        default_factory=list, description="What marks a release, e.g. [{metric: accuracy, drop: 0.05}]; none: nothing."
+    )
+
+    @model_validator(mode="after")
+    def _one_alarm_each(self) -> "ObservabilitySection":
+        metrics = [kebab(alarm.metric) for alarm in self.alarms]
+        for metric in metrics:
+            if metrics.count(metric) > 1:
+                raise ValueError(f"observability.alarms: {metric} is there more than once; each metric has one alarm")
+        return self
 
 
 class Config(Section):
@@ -521,7 +459,12 @@ class Config(Section):
 
     reef: ReefSection = Field(default_factory=lambda: ReefSection(), description="The service.")
     inference: InferenceSection = Field(default_factory=lambda: InferenceSection(), description="The engine.")
-    recipe: RecipeSection = Field(default_factory=lambda: RecipeSection(), description="What trains, and how.")
+    recipe: Annotated[
+        Annotated[GrpoRecipe, Tag("GrpoRecipe")]
+        | Annotated[SaoRecipe, Tag("SaoRecipe")]
+        | Annotated[CustomRecipe, Tag("CustomRecipe")],
+        Discriminator(lambda values: recipe_of(values).__name__),
+    ] = Field(default_factory=lambda: GrpoRecipe(), description="What trains, and how.")
     training: TrainingSection = Field(default_factory=lambda: TrainingSection(), description="The trainer.")
     storage: StorageSection = Field(default_factory=lambda: StorageSection(), description="The ledger and the weights.")
     evaluation: EvaluationSection = Field(
@@ -638,7 +581,7 @@ def _expand(value: Any, environ: Mapping[str, str], where: str) -> Any:
 def _normalise(value: Any) -> Any:
     """Keys to kebab-case, below `inference.options` too (engines take either)."""
     if isinstance(value, dict):
-        return {_kebab(str(key)): _normalise(item) for key, item in value.items()}
+        return {kebab(str(key)): _normalise(item) for key, item in value.items()}
     return value
 
 
@@ -697,7 +640,7 @@ def _scalar(text: str) -> Any:
 
 
 def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, last = [_kebab(part) for part in dotted.split(".")]
+    *parents, last = [kebab(part) for part in dotted.split(".")]
     for parent in parents:
         if values.get(parent) is None:
             values[parent] = {}
@@ -710,14 +653,14 @@ def _set(values: dict[str, Any], dotted: str, value: Any) -> None:
 def _refuse_unknown(model: type[BaseModel], values: Any, path: tuple[str, ...]) -> None:
     if not isinstance(values, dict):
         return
-    known = {_kebab(name): field for name, field in model.model_fields.items()}
+    known = {kebab(name): field for name, field in model.model_fields.items()}
     for key, value in values.items():
         dotted = ".".join((*path, key))
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {'.'.join((*path, near[0]))}?" if near else f"; known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown key {dotted}{hint}", param=dotted)
-        inner = known[key].annotation
+        inner = recipe_of(value) if model is Config and key == "recipe" else known[key].annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             _refuse_unknown(inner, value, (*path, key))
         elif (entry := entries_of(inner)) is not None and isinstance(value, list):
@@ -732,8 +675,10 @@ def entries_of(annotation: Any) -> type[Section] | None:
 
 
 def _explain(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
+    where = ".".join(str(part) for part in detail["loc"] if not str(part).endswith("Recipe"))
     message = str(detail["msg"]).removeprefix("Value error, ")
+    if where.startswith("recipe."):
+        message = message.replace("training.options.", "recipe.config.critic-options.")
     if detail["type"] == "value_error":
         return message
     value = detail.get("input")

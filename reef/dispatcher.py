@@ -36,7 +36,8 @@ from reef.gate import Gate
 from reef.ledger import batches, releases, reports, scenarios
 from reef.ledger.ledger import Ledger
 from reef.methods.base import build
-from reef.observe import Metrics, WandbLog, log
+from reef.observe import Metrics, log
+from reef.pace import Pace
 from reef.progress import Progress
 from reef.recovery import Recovery
 from reef.storage import Storage
@@ -44,6 +45,7 @@ from reef.training import packing
 from reef.training.cluster import Trainer
 from reef.training.settings import settings, taken_again
 from reef.types import Batch, Drop, Operation, Release, ReleaseState, Selection
+from reef.wandb_log import WandbLog
 
 T = TypeVar("T")
 SETTLE_S = 0.01  # reports come in bursts: one look at the queue for all that come within it
@@ -87,12 +89,13 @@ class Dispatcher:
         self.progress = Progress()
         self._until_stored = self.progress.until_stored
         recovery = Recovery(ledger, trainer, storage, self._settings, self._until_stored)
-        self.gate = Gate(config, ledger, engines, storage, self._until_stored)
+        self.gate = Gate(config, ledger, engines, storage, self._until_stored, metrics)
         self._delivery = Delivery(config, ledger, engines, trainer, storage, self._until_stored)
         self.chain = Chain(
             config, ledger, engines, trainer, storage, recovery, self._delivery, self.gate, self.progress
         )
         self._engines = engines
+        self._pace = Pace(lambda: engines.closed_s)
         self._wake = asyncio.Event()
         engines.need_files = self._wake.set
         self._update_asked = False
@@ -100,7 +103,7 @@ class Dispatcher:
         self._num_lost = 0  # times that workers were lost outside a step since the last release
         self._at_head = False  # `run` ended in order, so the trainer's state is that of the head
         self._timer: asyncio.TimerHandle | None = None  # wakes at the next deadline of a group
-        self._wandb: WandbLog | None = None
+        self._wandb = WandbLog(config, ledger)
         self._falling_back: asyncio.Task[None] | None = None  # engines to what is on disk, where training has ended
 
     def notify(self) -> None:
@@ -162,6 +165,7 @@ class Dispatcher:
     async def run(self) -> None:
         """The loop. Ends after `stop`; an error that it cannot mend ends it too and is shown in status."""
         progress = self.progress
+        self._pace.begin()
         try:
             await self._take_over()
             while not progress.stopping:
@@ -186,8 +190,7 @@ class Dispatcher:
             else:
                 self._write_no_more()
             await self.gate.let_go()
-            if self._wandb is not None:
-                await asyncio.to_thread(self._wandb.close)
+            await self._wandb.close()
 
     async def _turn(self) -> None:
         """One thing, the most urgent one first."""
@@ -255,6 +258,7 @@ class Dispatcher:
         """
         if self.chain.scenario is None:
             return
+        self._wandb.write(self.chain.scenario)
         head = await self.chain.head()
         if head.state is ReleaseState.PENDING and not self.gate.holds:
             await self.chain.release(head, "no gate is configured any more")
@@ -278,7 +282,7 @@ class Dispatcher:
         left = await self._ledger.read(batches.reserved, self.chain.scenario)
         if left is not None:
             await self._ledger.write_owned(batches.begin, left, self._taken_again)
-            return await self._load(left)
+            return await self._load_left(left)
         scenario = await self._ledger.read(scenarios.get, self.chain.scenario)
         if scenario.mode == "manual" and not self._update_asked:
             return None
@@ -311,6 +315,7 @@ class Dispatcher:
                 self._settings,
                 self._split,
                 now,
+                self._method.history_window,
             )
         except (ConflictError, GoneError) as error:  # receipts were deleted since we looked: look again
             log.info("not reserved: %s", error.message)
@@ -324,8 +329,24 @@ class Dispatcher:
         asked, self._update_asked = self._update_asked, False
         batch = await self._load(reserved)
         self._update_asked = asked and batch is None
-        self._metrics.step_seconds.labels("reserve").observe(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._pace.reserved(seconds)
+        self._metrics.step_seconds.labels("reserve").observe(seconds)
         return batch
+
+    async def _load_left(self, batch_id: str) -> Batch | None:
+        """A batch that was reserved under another recipe, for models that the workers have not, is given up."""
+        batch = await self._load(batch_id)
+        if batch is None:
+            return None
+        wanted = build(batch.settings["method"])
+        lacks_critic = wanted.critic is not None and self._method.critic is None
+        if not lacks_critic and not (wanted.uses_reference and not self._method.uses_reference):
+            return batch
+        log.warning("batch %s was reserved under another recipe and is given up; its reports come again", batch_id)
+        await self._ledger.write_owned(batches.abort, str(self.chain.scenario), time.time())
+        self._wake.set()
+        return None
 
     async def _load(self, batch_id: str) -> Batch | None:
         """A reserved batch. None: a receipt of it is damaged; it is given up, and its other reports come again."""
@@ -342,7 +363,7 @@ class Dispatcher:
         log.error("%s", error.message)
         names = await self._ledger.read(reports.reports_of, error.receipt_id)
         await self._ledger.write_owned(reports.drop, [Drop(name, "damaged") for name in names], time.time())
-        self._metrics.drops.labels("damaged").inc(len(names))
+        self._count_dropped("damaged", len(names))
         self._wake.set()
 
     async def _train(self, batch: Batch) -> None:
@@ -356,9 +377,13 @@ class Dispatcher:
         seconds = time.perf_counter() - started
         if release.state is ReleaseState.PENDING:
             await self.chain.hold(release, self.notify)
-        else:
+        elif not self._is_served(release):
             await self.chain.serve(release)
         await self.chain.keep(release, seconds)
+
+    def _is_served(self, release: Release) -> bool:
+        """Whether the engines hold these weights already, under the name of a link before, with files to restart by."""
+        return release.operation is Operation.CRITIC_ONLY and release.verified_at is not None
 
     async def _step(self, batch: Batch) -> Release | None:
         """Step, publish, commit. None: the attempt failed, and the ledger says what becomes of the batch."""
@@ -374,6 +399,7 @@ class Dispatcher:
             release_id = self._storage.release_id(head.number + 1)
             published = await self._delivery.publish(release_id, self._delivery.writes(head.number + 1))
         except StepFailedError as error:
+            self.chain.astray = error.moved
             await self._again(batch.id, batch.attempt, error.message)
             return None
         except WorkersLostError as error:
@@ -383,14 +409,18 @@ class Dispatcher:
         finally:
             self.progress.batch = None
         published_at = time.perf_counter()
+        self._count_dropped("stale", len({s.report_id for s in batch.samples if not s.trains}))
+        num_tokens = sum(int(s.mask.sum()) for s in batch.samples if s.trains)
+        # In bfloat16 the base comes out rounded, so that even a step of the critic alone may change what is published.
+        unchanged = not result.trained_policy and head.restorable and published.content_id == head.content_id
         release = Release(
             id=release_id,
             scenario=batch.scenario,
             number=head.number + 1,
             parent=head.id,
             content_id=published.content_id,
-            operation=Operation.TRAIN,
-            policy_version=head.policy_version + 1,
+            operation=Operation.TRAIN if result.trained_policy else Operation.CRITIC_ONLY,
+            policy_version=head.policy_version + result.trained_policy,
             step=result.step,
             batch_id=batch.id,
             path=published.path,
@@ -401,8 +431,10 @@ class Dispatcher:
                 **result.metrics,
                 **{f"seconds/{name}": value for name, value in result.seconds.items()},
                 "seconds/publish": published_at - stepped,
+                **self._pace.figures(num_tokens, stepped - started),
             },
-            state=ReleaseState.PENDING if self.gate.holds else ReleaseState.RELEASED,
+            verified_at=head.verified_at or head.created_at if unchanged else None,
+            state=ReleaseState.PENDING if self.gate.holds and not unchanged else ReleaseState.RELEASED,
         )
         self.progress.phase = "committing"
         reach("commit.before")
@@ -411,11 +443,12 @@ class Dispatcher:
         self.chain.astray = False
         self._num_lost = 0
         self._metrics.releases.inc()
-        self._metrics.drops.labels("stale").inc(len({s.report_id for s in batch.samples if not s.trains}))
         self._metrics.step_seconds.labels("step").observe(stepped - started)
         self._metrics.step_seconds.labels("publish").observe(published_at - stepped)
-        self._metrics.step_seconds.labels("commit").observe(time.perf_counter() - published_at)
-        await self._show(release)
+        seconds = time.perf_counter() - published_at
+        self._metrics.step_seconds.labels("commit").observe(seconds)
+        self._pace.committed(seconds)
+        self._show(release)
         return release
 
     async def _again(self, batch_id: str, attempt: int, error: str) -> None:
@@ -490,15 +523,22 @@ class Dispatcher:
         saving = self.chain.saving
         self.progress.phase = "holding" if self.gate.held is not None else "storing" if saving else "waiting"
         limit_s = SAVE_LOOK_S if saving else SHARED_LOOK_S if self._ledger.shared else None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._wake.wait()
-        await asyncio.sleep(SETTLE_S)
+        for_reports = self.gate.held is None and self.progress.paused is None
+        with self._pace.waiting() if for_reports else contextlib.nullcontext():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._wake.wait()
+            await asyncio.sleep(SETTLE_S)
         self._wake.clear()
 
     def _count_drops(self, selection: Selection) -> None:
         for item in selection.drops:
-            self._metrics.drops.labels(item.reason).inc()
+            self._count_dropped(item.reason)
+
+    def _count_dropped(self, reason: str, count: int = 1) -> None:
+        self._metrics.drops.labels(reason).inc(count)
+        if count:
+            self._pace.dropped(reason, count)
 
     def _wake_at(self, when: float | None) -> None:
         if self._timer is not None:
@@ -507,13 +547,11 @@ class Dispatcher:
         if when is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.time()), self._wake.set)
 
-    async def _show(self, release: Release) -> None:
+    def _show(self, release: Release) -> None:
         self.progress.error = None
         for name, value in release.metrics.items():
             self._metrics.step_metrics.labels(name).set(value)
-        if self._wandb is None:
-            self._wandb = await asyncio.to_thread(WandbLog, self._config, release.scenario)
-        self._wandb.write(release.step, release.metrics)
+        self._wandb.write(release.scenario)
 
 
 def _oldest(behind: Mapping[str, int | None], produced: Sequence[str]) -> int | None:

@@ -156,9 +156,10 @@ class OwnershipLostError(LedgerError):
 
 
 class StepFailedError(ReefError):
-    """An optimizer step was refused (gradients not finite) and nothing was moved."""
+    """A step was refused (gradients not finite). Nothing was moved, unless `moved` says so."""
 
     code = "step_failed"
+    moved = False
 
 
 class WorkersLostError(ReefError):

@@ -49,7 +49,7 @@ def judge(gate: Mapping[str, Threshold], results: Iterable[Mapping[str, Any]]) -
     figures = read_figures(results)
     failed, missing = [], []
     for name, threshold in gate.items():
-        figure = figures.get(_plain(name))
+        figure = figures.get(plain(name))
         if figure is None:
             missing.append(name)
             continue
@@ -70,12 +70,12 @@ def read_figures(results: Iterable[Mapping[str, Any]]) -> dict[str, Figure]:
         nested = result.get("metrics")
         for values in (result, nested if isinstance(nested, Mapping) else {}):
             for name, value in values.items():
-                if _is_number(value):
-                    figures[_plain(name)] = Figure(value, value, value)
-                elif isinstance(value, Mapping) and _is_number(value.get("value")):
-                    ends = [value[end] if _is_number(value.get(end)) else value["value"] for end in ("low", "high")]
-                    figures[_plain(name)] = Figure(value["value"], *ends)
-            if all(_is_number(values.get(name)) for name in ("accuracy", "low", "high")):
+                if is_number(value):
+                    figures[plain(name)] = Figure(value, value, value)
+                elif isinstance(value, Mapping) and is_number(value.get("value")):
+                    ends = [value[end] if is_number(value.get(end)) else value["value"] for end in ("low", "high")]
+                    figures[plain(name)] = Figure(value["value"], *ends)
+            if all(is_number(values.get(name)) for name in ("accuracy", "low", "high")):
                 figures["accuracy"] = Figure(values["accuracy"], values["low"], values["high"])
     return figures
 
@@ -151,11 +151,13 @@ def _by_prompt(graded: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
     return found
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number, and finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A metric's name in one way of writing."""
     return str(name).replace("_", "-")
 
 

@@ -12,9 +12,9 @@ from reef.config import Config
 from reef.engines.pool import Engines
 from reef.errors import ReefError
 from reef.evaluation import Verdict, compare, judge, run_command
-from reef.ledger import releases, reports
+from reef.ledger import held_out, releases, reports
 from reef.ledger.ledger import Ledger
-from reef.observe import log
+from reef.observe import Metrics, log
 from reef.storage import Storage
 from reef.types import Release
 
@@ -24,8 +24,12 @@ Store = Callable[..., Awaitable[Any]]
 class Gate:
     """At most one release is held at a time: training waits for it."""
 
-    def __init__(self, config: Config, ledger: Ledger, engines: Engines, storage: Storage, store: Store) -> None:
+    def __init__(
+        self, config: Config, ledger: Ledger, engines: Engines, storage: Storage, store: Store, metrics: Metrics
+    ) -> None:
         self._config = config.evaluation
+        self._alarms = config.observability.alarms
+        self._metrics = metrics
         self._ledger = ledger
         self._engines = engines
         self._storage = storage
@@ -80,7 +84,7 @@ class Gate:
         if min(map(len, sides)) < self._config.canary.min_reports:
             return []
         result = compare(*sides)
-        await self._store(self._ledger.write, releases.add_evaluation, held.scenario, held.id, result, time.time())
+        await self._keep(held, result)
         return [result]
 
     async def _measure(self, release: Release, wake: Callable[[], None]) -> None:
@@ -105,5 +109,12 @@ class Gate:
             environment["REEF_API_KEY"] = self.key
         result = await run_command(self._config, environment)
         if result is not None:
-            now = time.time()
-            await self._store(self._ledger.write, releases.add_evaluation, release.scenario, release.id, result, now)
+            await self._keep(release, result)
+
+    async def _keep(self, release: Release, result: dict[str, Any]) -> None:
+        """Store a result of a release, and let the alarms ring that it rings."""
+        rung = await self._store(
+            self._ledger.write, held_out.add, release.scenario, release.id, result, time.time(), self._alarms
+        )
+        for release_id, mark in rung:
+            self._metrics.ring(release_id, mark.metric, mark.message)

@@ -1,17 +1,10 @@
-"""What the service tells about itself: a log, Prometheus metrics, and Weights & Biases when asked.
-
-Nothing in here may stop the loop: a metric that cannot be written is a warning, once.
-"""
+"""What the service tells about itself: a log, and Prometheus metrics. (Weights & Biases: `wandb_log.py`.)"""
 
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-
-from reef.config import Config
 
 log = logging.getLogger("reef")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -75,48 +68,16 @@ class Metrics:
         self.load_bytes = Counter("reef_load_bytes", "Bytes of weights loaded", registry=registry)
         self.load_failures = Counter("reef_load_failures", "Loads that failed at first", registry=registry)
         self.engine_restarts = Counter("reef_engine_restarts", "Engines restarted after they ended", registry=registry)
+        self.alarms = Counter(
+            "reef_alarms", "Alarms that releases rang, by held-out metric", ["metric"], registry=registry
+        )
         self.step_metrics = Gauge("reef_step", "Metrics of the newest step", ["name"], registry=registry)
+
+    def ring(self, release_id: str, metric: str, message: str) -> None:
+        """An alarm rings for the first time: a warning in the log, and counted."""
+        self.alarms.labels(metric).inc()
+        log.warning("alarm on release %s: %s", release_id, message)
 
     def render(self) -> bytes:
         """The text format of GET /metrics."""
         return generate_latest(self.registry)
-
-
-class WandbLog:
-    """Writes each release's metrics to a Weights & Biases run; does nothing where that is not enabled."""
-
-    def __init__(self, config: Config, scenario: str) -> None:
-        self._run: Any = None
-        settings = config.observability.wandb
-        if not settings.enabled:
-            return
-        directory = settings.directory or config.reef.run_dir / "wandb"
-        try:
-            import wandb
-
-            directory.mkdir(parents=True, exist_ok=True)
-            quiet = wandb.Settings(silent=True, console="off")
-            self._run = wandb.init(
-                project=settings.project, name=scenario, dir=str(directory), mode="offline", settings=quiet
-            )
-        except Exception as error:  # noqa: BLE001 - metrics never stop the loop
-            log.warning("no Weights & Biases: %s", error)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a release's metrics at `step`. A failure is a warning, and nothing more is written after it."""
-        if self._run is None:
-            return
-        try:
-            self._run.log(dict(metrics), step=step)
-        except Exception as error:  # noqa: BLE001 - metrics never stop the loop
-            log.warning("Weights & Biases stopped: %s", error)
-            self._run = None
-
-    def close(self) -> None:
-        """End the run, so that its files are whole. A failure is a warning."""
-        if self._run is None:
-            return
-        try:
-            self._run.finish()
-        except Exception as error:  # noqa: BLE001 - metrics never stop the loop
-            log.warning("Weights & Biases did not end well: %s", error)

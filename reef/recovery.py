@@ -23,7 +23,8 @@ from reef.training.durable import partial
 from reef.training.settings import built_with
 from reef.types import Batch, Published, Release
 
-MUST_AGREE = frozenset(("training.dtype", "training.seed"))  # what a replay needs as it was
+# What a replay needs as it was.
+MUST_AGREE = frozenset(("training.dtype", "training.seed", "recipe.config.critic-path", "recipe.config.critic-freeze"))
 Store = Callable[..., Awaitable[Any]]  # calls its first argument with the rest, until disk and database let it
 
 
@@ -63,7 +64,8 @@ class Replayed:
 
 
 def check_settings(release: Release, batch: Batch, settings: Mapping[str, Any]) -> str:
-    """A step takes method and optimizer from its batch; dtype and seed of the workers must be as they were.
+    """A step takes method and optimizer from its batch; dtype and seed of the workers must be as they were, and their
+    critic where the step needs one.
 
     The layout need not: the step then sums in another order, and what it makes may differ in its last bits.
 
@@ -73,9 +75,9 @@ def check_settings(release: Release, batch: Batch, settings: Mapping[str, Any]) 
     Raises:
         ConfigError: names the setting that was changed.
     """
-    then = built_with(batch.settings)
-    changed = {name: value for name, value in built_with(settings).items() if then[name] != value}
-    for name in changed.keys() & MUST_AGREE:
+    then, now = built_with(batch.settings), built_with(settings)
+    changed = {name: now.get(name, "not there") for name, value in then.items() if now.get(name) != value}
+    for name in sorted(changed.keys() & MUST_AGREE):
         raise ConfigError(
             f"{name} is {changed[name]}, but {release.id} was trained with {then[name]} and must be trained again: "
             f"set it back, or begin another run directory from {release.path}",

@@ -6,18 +6,19 @@ The same code brings the trainer back after a crash: `reef.recovery.replay`.
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reef.config import Config
+from reef.config import Config, RecipeSection
 from reef.errors import ConfigError, ConflictError, GoneError
-from reef.ledger import releases, scenarios
+from reef.ledger import batches, releases, scenarios
 from reef.ledger.reading import open_reading
+from reef.methods.base import build
 from reef.recovery import replay
 from reef.training.cluster import Trainer
 from reef.training.manifest import content_id_of
-from reef.training.settings import settings
+from reef.training.settings import recipe_from, settings
 from reef.types import Release
 
 T = TypeVar("T")
@@ -65,14 +66,19 @@ async def _run(config: Config, scenario: str | None, to: str | None, directory: 
         raise GoneError(f"{target.id} cannot be made again: receipts that it needs were deleted: {', '.join(gone)}")
     directory = _fresh(directory or config.reef.run_dir.with_name(f"{config.reef.run_dir.name}-replay") / target.id)
     say(f"replaying {len(steps)} releases from {base.id} to {target.id} in {directory}")
-    own = config.model_copy(update={"reef": config.reef.model_copy(update={"run_dir": directory})})
+    own = config.model_copy(
+        update={
+            "reef": config.reef.model_copy(update={"run_dir": directory}),
+            "recipe": await _recipe(read, steps) or config.recipe,
+        }
+    )
     trainer = Trainer(own, config.inference.model_path)
     different = 0
     changed = ""
     before: Path | None = None
     try:
         await asyncio.to_thread(trainer.start)
-        async for again in replay(read, trainer, settings(config), steps, directory, once):
+        async for again in replay(read, trainer, settings(own), steps, directory, once):
             release, made = again.release, again.made
             if again.changed != changed:
                 changed = again.changed
@@ -89,6 +95,16 @@ async def _run(config: Config, scenario: str | None, to: str | None, directory: 
             shutil.rmtree(directory, ignore_errors=True)
     say(f"{before}: {'every release is equal' if not different else f'{different} of {len(steps)} are different'}")
     return 1 if different else 0
+
+
+async def _recipe(read: Callable[..., Awaitable[Any]], steps: Sequence[Release]) -> RecipeSection | None:
+    """The recipe of the first step that needs a critic or a reference; None where none does."""
+    for release in steps:
+        method = (await read(batches.settings_of, release.batch_id))["method"]
+        wanted = build(method)
+        if wanted.critic is not None or wanted.uses_reference:
+            return recipe_from(method)
+    return None
 
 
 async def _target(read: Callable[..., Awaitable[Any]], scenario: str | None, to: str | None) -> Release:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 # The API a request came through, and what it is for: "train" may be trained on, "eval" never is.
@@ -217,6 +218,7 @@ class Turn:
     receipt_id: str
     start: int
     end: int
+    reward: float = 0.0  # the report's own score of this turn (`reference_scores`), besides that of the whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,6 +240,9 @@ class Sample:
     trains: bool = True
     truncated: bool = False  # length cut the last turn, or the report says so
     turns: tuple[Turn, ...] = ()  # those that train in this sequence, in the order of their tokens
+    lag: int = 0  # policy updates between the oldest release that sampled it and the one that is trained
+    accepted_at: float = 0.0  # when its report came
+    components: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name, as the report has them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,15 +260,18 @@ class Batch:
     samples: tuple[Sample, ...]
     microbatches: tuple[tuple[int, ...], ...]
     settings: Mapping[str, Any]  # resolved method, optimizer, layout, threads, seed: JSON values only
+    reserved_at: float = 0.0
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by report: its prompt's rewards before
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did. Made by `training/`."""
+    """What one step did. Made by `training/`."""
 
-    step: int  # optimizer steps of the policy after this one
+    step: int  # steps of the trainer after this one, those of a critic alone included
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]  # by phase
+    trained_policy: bool = True  # False: the critic alone learned, the policy is bit-equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +304,11 @@ class Published:
 
 
 class Operation(enum.StrEnum):
-    """How a link of the chain came to be. `rollback` and `promote` repeat the content of another release."""
+    """How a link of the chain came to be. All but `base` and `train` repeat the content of another release."""
 
     BASE = "base"
     TRAIN = "train"
+    CRITIC_ONLY = "critic-only"  # a step of the critic alone: a state of the trainer of its own, the parent's weights
     ROLLBACK = "rollback"
     PROMOTE = "promote"
 

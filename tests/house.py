@@ -104,16 +104,19 @@ class FakeTrainer:
         self.faults.point("stepped")
         return StepResult(len(self.state), {"num_samples": float(len(batch.samples))}, {})
 
+    def content(self) -> str:
+        return f"sha256:{self.state}"
+
     def publish(self, release_id: str, directory: Path, on_disk: bool = True) -> Published:
         self.faults.point("publish")
         path = directory / release_id
         if not on_disk:
             self.faults.point("published")
-            return Published(release_id, str(path), f"sha256:{self.state}", 0, self.probe(), on_disk=False)
+            return Published(release_id, str(path), self.content(), 0, self.probe(), on_disk=False)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         (path / "state").write_text(json.dumps(self.state))
-        published = Published(release_id, str(path), f"sha256:{self.state}", 0, self.probe())
+        published = Published(release_id, str(path), self.content(), 0, self.probe())
         values = {"release_id": release_id, "content_id": published.content_id, "size_bytes": 0, "files": {}}
         (path / "manifest.json").write_text(json.dumps({**values, "probe": None}))
         self.faults.point("published")
@@ -157,12 +160,16 @@ class FakeEngines:
         self.candidate: str | None = None
         self.loads: list[str] = []
         self.lack_files = False
+        self.closed_s = 0.0
+        self.load_takes_s = 0.0
         self.need_files: Callable[[], None] = lambda: None
 
     async def load(self, published: Published, transfer: Any = None) -> None:
         assert published.on_disk or transfer is not None
         self.loads.append(published.release_id)
         self.faults.point("load" if transfer is None else "transfer")
+        self.closed_s += self.load_takes_s
+        await asyncio.sleep(self.load_takes_s)
         self.served = published.release_id
         self.faults.point("loaded")
 
@@ -210,8 +217,8 @@ def read_manifest_of(storage: Storage) -> Callable[[Release], None]:
 class House:
     """One owner of a run directory after the other."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.config = load(None, ["--reef.run-dir", str(directory), *SETTINGS, *flags], {})
+    def __init__(self, directory: Path, *flags: str, settings: tuple[str, ...] = SETTINGS) -> None:
+        self.config = load(None, ["--reef.run-dir", str(directory), *settings, *flags], {})
         self.names = (f"answer-{number}" for number in itertools.count(1))
         self.trainer_class = FakeTrainer
         self.base = directory / "base"

@@ -377,13 +377,14 @@ def test_an_error_of_the_service_is_shown_in_its_own_words_and_the_key_is_sent(
         assert reef("why", "--url", url, "--reef.token", "hunter2", "a b/?") == (
             1,
             "",
-            "reef: no receipt and no report a b/?\n",
+            "reef: no receipt, no report and no release a b/?\n",
         )
         monkeypatch.setenv("REEF_API_KEY", "from the environment")
         reef("releases", "--url", url, "maths")
     assert seen == [
         ("/reef/receipts/a%20b%2F%3F", "Bearer hunter2"),
         ("/reef/reports/a%20b%2F%3F", "Bearer hunter2"),
+        ("/reef/status", "Bearer hunter2"),  # whose chain a release would be of
         ("/reef/scenarios/maths/releases?limit=20", "Bearer from the environment"),
     ]
 

@@ -22,10 +22,10 @@ from reef.errors import (
     UnavailableError,
     WorkersLostError,
 )
-from reef.ledger import scenarios
+from reef.ledger import releases, scenarios
 from reef.ledger.ledger import Ledger
-from reef.types import ReleaseState
-from tests.house import SCENARIO, Crash, House
+from reef.types import Batch, ReleaseState, StepResult
+from tests.house import SCENARIO, Crash, FakeTrainer, House
 
 CRASHES = (
     "reserve", "step", "stepped", "publish", "published", "commit", "committed", "load", "loaded", "set_verified",
@@ -503,6 +503,98 @@ def test_a_replay_over_damaged_receipts_stops_the_start_and_names_the_receipt(ho
         damage(house, names[0])
         with pytest.raises(DamagedError, match=f"receipt {names[0]} is damaged"):
             await house.open()
+        house.ledger.close()
+
+    asyncio.run(live())
+
+
+def test_a_release_says_how_the_time_since_the_one_before_was_spent(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        house.engines.load_takes_s = 0.3
+        await house.grade_and_wait()
+        await asyncio.sleep(0.3)  # nobody asks
+        house.engines.load_takes_s = 0.0
+        await house.grade_and_wait()
+        await house.grade_and_wait()
+        _, first, second, third = (release.metrics for release in await house.chain())
+        assert first["async/engine_wait_share"] == 0.0
+        assert "seconds/commit" not in first  # there was none before
+        passed_s = second["seconds/wait"] / second["async/trainer_wait_share"]
+        assert second["async/engine_wait_share"] * passed_s == pytest.approx(0.3)  # the load of the first
+        assert 0.3 <= second["seconds/wait"] < passed_s
+        assert third["async/engine_wait_share"] == 0.0
+        for metrics in (first, second, third):
+            assert metrics["seconds/reserve"] > 0
+            assert metrics["tokens_per_s"] > 0
+        assert third["seconds/commit"] > 0
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_a_release_counts_what_was_dropped_since_the_one_before_by_reason(house: House) -> None:
+    async def live() -> None:
+        await house.open()
+        house.run()
+        await house.grade_and_wait((1.0, 1.0))
+        await house.grade_and_wait((0.0, 0.0))
+        await house.grade_and_wait()
+        await house.grade_and_wait()
+        _, first, second = (release.metrics for release in await house.chain())
+        drops = [{name: value for name, value in row.items() if name.startswith("dropped/")} for row in (first, second)]
+        assert drops == [{"dropped/tied": 4.0}, {}]
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_while_the_gate_holds_a_release_the_trainer_does_not_wait_for_samples(tmp_path: Path) -> None:
+    house = House(tmp_path / "run", "--evaluation.gate", "{accuracy: {min: 0.5}}")
+
+    async def live() -> None:
+        await house.open()
+        house.run()
+        await house.grade()
+        await house.until(lambda: house.dispatcher.progress.phase == "holding")
+        held = house.dispatcher.gate.held
+        assert held is not None
+        await house.grade()  # the next batch is complete
+        await asyncio.sleep(0.5)
+        await house.ledger.write(releases.add_evaluation, SCENARIO, held.id, {"accuracy": 0.75}, 1.0)
+        house.dispatcher.notify()
+        await house.until(lambda: house.trainer.num_steps == 2 and house.dispatcher.progress.phase == "holding")
+        assert (await house.chain())[2].metrics["seconds/wait"] == 0.0
+        await house.stop()
+
+    asyncio.run(live())
+
+
+def test_a_method_that_compares_with_the_past_gets_the_earlier_rewards_of_its_prompt(tmp_path: Path) -> None:
+    running_mean = ("--recipe.implementation", "sao", "--recipe.config.advantage", "running-mean")
+    sizes = ("--recipe.config.batch-size", "2", "--recipe.config.baseline-window", "3")
+    house = House(tmp_path / "run", settings=(*running_mean, *sizes))
+    histories: list[list[tuple[float, ...]]] = []
+
+    class Remembers(FakeTrainer):
+        def step(self, batch: Batch) -> StepResult:
+            histories.append([batch.history.get(sample.report_id, ()) for sample in batch.samples])
+            return super().step(batch)
+
+    house.trainer_class = Remembers
+
+    async def live() -> None:
+        await house.open()
+        house.run()
+        await house.grade_and_wait((0.1, 0.2))
+        await house.grade_and_wait((0.3, 0.4))
+        house.faults.at("save", UnavailableError("disk full"))  # so the next start has to replay
+        await house.grade_and_wait((0.5, 0.6))
+        await house.stop()
+        assert histories == [[()] * 2, [(0.2, 0.1)] * 2, [(0.4, 0.3, 0.2)] * 2]
+        await house.open()
+        assert histories[3:] == histories[:3]  # all of them were made again
         house.ledger.close()
 
     asyncio.run(live())

@@ -65,6 +65,11 @@ class Engines:
         return min((replica.state for replica in self._replicas), key=NEAREST_TO_READY.index)
 
     @property
+    def closed_s(self) -> float:
+        """Seconds so far in which a replica took no requests, on average over all of them."""
+        return sum(replica.closed_s for replica in self._replicas) / len(self._replicas)
+
+    @property
     def build(self) -> str:
         """What the engines say they are; `unknown` before the first one is up."""
         return self._newest.build

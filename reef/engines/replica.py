@@ -61,6 +61,8 @@ class Replica:
         self._watcher: asyncio.Task[None] | None = None
         self.gate = asyncio.Event()
         self.opened_at = 0.0  # when the gate opened last; monotonic
+        self._closed_at: float | None = time.monotonic()  # when it closed last; None: it is open
+        self._closed_s = 0.0  # the times before that, together
         self.served: str | None = None  # the release that answers, as verified; while the gate is closed, that did
         self.build = "unknown"
         self.context_length = 0
@@ -73,6 +75,11 @@ class Replica:
     def ready(self) -> bool:
         """Whether it may be sent requests."""
         return self.gate.is_set()
+
+    @property
+    def closed_s(self) -> float:
+        """Seconds so far in which it took no requests, while it started, loaded or was restarted."""
+        return self._closed_s + (0.0 if self._closed_at is None else time.monotonic() - self._closed_at)
 
     @property
     def url(self) -> str | None:
@@ -187,11 +194,13 @@ class Replica:
     def _leave(self, state: str, error: str | None = None) -> None:
         """Out of rotation, and why."""
         self.gate.clear()
+        self._closed_at = self._closed_at or time.monotonic()
         self.state, self.error = state, error
 
     def _open(self, published: Published) -> None:
         self.served = published.release_id
         self.state, self.error = "ready", None
+        self._closed_s, self._closed_at = self.closed_s, None
         self.opened_at = time.monotonic()
         self.gate.set()
 

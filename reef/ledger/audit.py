@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from reef.ledger.batches import MAX_ATTEMPTS
 from reef.ledger.codec import BROKEN_BODY, digest, from_json, pack_ids, unpack_body
 from reef.ledger.receipts import UNREADABLE, compute_digest, read_many
+from reef.ledger.releases import STEPS
 from reef.ledger.reports import FREE_TEXT
 from reef.ledger.schema import batch_samples, batches, receipts, releases, report_receipts, reports, requests
 from reef.types import Operation, Receipt, ReleaseState
@@ -132,10 +133,11 @@ def _release_fault(row: Row[Any], before: dict[str, Row[Any]]) -> str | None:
     at = (row.policy_version, row.step)
     if parent is None:
         return None if (row.operation, row.batch_id) == (Operation.BASE, None) else "the first link is not a base"
-    if row.operation == Operation.TRAIN:
+    if row.operation in STEPS:
         if (row.batch_state, row.batch_release) != ("committed", row.id):
             return f"its batch {row.batch_id} is {row.batch_state}, with release {row.batch_release}"
-        if at != (expected := (parent.policy_version + 1, parent.step + 1)):
+        updates = int(row.operation == Operation.TRAIN)
+        if at != (expected := (parent.policy_version + updates, parent.step + 1)):
             return f"its policy version and step are {at}, expected {expected}"
         return None if row.source is None else f"it is trained, and repeats {row.source}"
     if row.operation not in (Operation.ROLLBACK, Operation.PROMOTE):

@@ -16,12 +16,14 @@ from reef.ledger import releases as release_rows
 from reef.ledger import reports as report_rows
 from reef.ledger.ancestors import PAGE
 from reef.ledger.codec import from_json, to_json
+from reef.ledger.history import rewards_before
 from reef.ledger.receipts import get_many
 from reef.ledger.schema import batch_samples, batches, receipts, report_receipts, reports, requests
-from reef.ledger.trajectories import plan, sample
+from reef.ledger.trajectories import Grade, plan, sample
 from reef.types import Batch, Release, ReleaseState, ReportState, Selection
 
 MAX_ATTEMPTS = 2
+HISTORY = "history"  # of a batch's stored settings: `Batch.history`, so that a replay has the same
 Split = Callable[[Sequence[int]], tuple[tuple[int, ...], ...]]
 
 
@@ -34,10 +36,14 @@ def reserve(
     settings: Mapping[str, Any],
     split: Split,
     now: float,
+    history_window: int = 0,
 ) -> str:
     """Store a batch with its exact order, before anything trains on it. `split` maps lengths to microbatches.
 
     What its reports reference becomes sequences by the rules of `trajectories.py`; lengths are theirs.
+
+    Args:
+        history_window: how many earlier rewards of its prompt are stored for each report, by the rules of `history.py`.
 
     Returns its id.
 
@@ -49,6 +55,10 @@ def reserve(
         raise ConflictError(f"batch {other} of {scenario} is reserved already")
     report_rows.drop(connection, selection.drops, now)
     number = connection.scalar(select(func.max(batches.c.number)).where(batches.c.scenario == scenario)) or 0
+    picked = [pick.report_id for pick in selection.picks]
+    stored = dict(settings)
+    if history_window:
+        stored[HISTORY] = rewards_before(connection, scenario, picked, base_release, history_window)
     connection.execute(
         insert(batches).values(
             id=batch_id,
@@ -57,13 +67,12 @@ def reserve(
             state="reserved",
             attempt=1,
             base_release=base_release,
-            settings=to_json(dict(settings)),
+            settings=to_json(stored),
             microbatches="[]",
             created_at=now,
             updated_at=now,
         )
     )
-    picked = [pick.report_id for pick in selection.picks]
     taken = connection.execute(
         update(reports)
         .where(reports.c.id.in_(picked), reports.c.state == ReportState.PENDING.value)
@@ -144,7 +153,13 @@ def load(connection: Connection, batch_id: str) -> Batch:
     members = connection.execute(query).all()
     _refuse_deleted(connection, batch_id, len(members))
     found = get_many(connection, [member.receipt_id for member in members])
-    truncated = _truncated(connection, batch_id)
+    grades = _grades(connection, batch_id)
+    produced = {span.release_id for receipt in found.values() for span in receipt.generation.spans}
+    base = release_rows.get(connection, row.scenario, row.base_release)
+    behind = release_rows.behind(connection, base, produced)
+    lags = {name: base.policy_version if updates is None else updates for name, updates in behind.items()}
+    settings = from_json(row.settings)
+    history = settings.pop(HISTORY, {})
     return Batch(
         id=row.id,
         scenario=row.scenario,
@@ -152,10 +167,13 @@ def load(connection: Connection, batch_id: str) -> Batch:
         attempt=row.attempt,
         base_release=row.base_release,
         samples=tuple(
-            sample(rows, found, truncated.get(rows[0].report_id, False)) for rows in _by_sequence(batch_id, members)
+            sample(rows, found, grades.get(rows[0].report_id, Grade()), lags)
+            for rows in _by_sequence(batch_id, members)
         ),
         microbatches=tuple(tuple(positions) for positions in from_json(row.microbatches)),
-        settings=from_json(row.settings),
+        settings=settings,
+        reserved_at=row.created_at,
+        history={report_id: tuple(rewards) for report_id, rewards in history.items()},
     )
 
 
@@ -172,9 +190,9 @@ def _refuse_deleted(connection: Connection, batch_id: str, num_samples: int) -> 
         raise GoneError(f"{len(gone)} of the {num_samples} receipts of batch {batch_id} were deleted: {named}")
 
 
-def _truncated(connection: Connection, batch_id: str) -> dict[str, bool]:
-    rows = connection.execute(select(reports.c.id, reports.c.body).where(reports.c.batch_id == batch_id))
-    return {row.id: bool(from_json(row.body).get("truncated")) for row in rows}
+def _grades(connection: Connection, batch_id: str) -> dict[str, Grade]:
+    query = select(reports.c.id, reports.c.body, reports.c.created_at).where(reports.c.batch_id == batch_id)
+    return {row.id: Grade.of(from_json(row.body), row.created_at) for row in connection.execute(query)}
 
 
 def _by_sequence(batch_id: str, rows: Sequence[Row[Any]]) -> list[list[Row[Any]]]:
@@ -185,6 +203,15 @@ def _by_sequence(batch_id: str, rows: Sequence[Row[Any]]) -> list[list[Row[Any]]
     if list(found) != list(range(len(found))):
         raise LedgerError(f"batch {batch_id} holds sequences {list(found)[:9]}, expected 0, 1, ...", code="damaged")
     return list(found.values())
+
+
+def settings_of(connection: Connection, batch_id: str) -> dict[str, Any]:
+    """The settings that a batch was reserved with. Raises NotFoundError."""
+    stored = connection.scalar(select(batches.c.settings).where(batches.c.id == batch_id))
+    if stored is None:
+        raise NotFoundError(f"no batch {batch_id}")
+    found: dict[str, Any] = from_json(stored)
+    return found
 
 
 def reserved(connection: Connection, scenario: str) -> str | None:

@@ -54,8 +54,14 @@ def _turns(connection: Connection) -> None:
         connection.execute(text(statement))
 
 
+def _prompts(connection: Connection) -> None:
+    """Version 4: what a prompt's answers earned before is found by the prompt."""
+    index = "CREATE INDEX reports_prompt ON reports (scenario, prompt_digest, seq) WHERE state = 'trained'"
+    connection.execute(text(index))
+
+
 # From version 1, 2, ...
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_rollback_gate_deletion, _turns)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (_rollback_gate_deletion, _turns, _prompts)
 NEWEST = len(MIGRATIONS) + 1
 
 

@@ -11,6 +11,8 @@ from reef.ledger.codec import from_json, to_json
 from reef.ledger.schema import batch_samples, evaluations, releases
 from reef.types import Operation, Release, ReleaseState
 
+STEPS = (Operation.TRAIN.value, Operation.CRITIC_ONLY.value)  # links that a batch made
+
 
 def append(connection: Connection, release: Release) -> None:
     """Add one link; it becomes the head."""
@@ -115,12 +117,12 @@ def is_among(ranges: Sequence[tuple[int, int]], number: int) -> bool:
 
 
 def steps_to(connection: Connection, release: Release, after: int) -> list[Release]:
-    """The updates along a release's ancestry after link `after`, oldest first: what a checkpoint of that lacks."""
+    """The steps along a release's ancestry after link `after`, oldest first: what a checkpoint of that lacks."""
     query = (
         select(releases)
         .where(
             releases.c.scenario == release.scenario,
-            releases.c.operation == Operation.TRAIN.value,
+            releases.c.operation.in_(STEPS),
             releases.c.number > after,
             releases.c.number <= release.number,
         )
@@ -137,21 +139,24 @@ def checkpoints_of(connection: Connection, release: Release) -> list[Release]:
 
 
 def staleness(connection: Connection, scenario: str, ids: Iterable[str]) -> dict[str, int | None]:
-    """Policy updates between each release and the head along the head's ancestry; None: it is not among its ancestors.
-
-    That is: its branch was rolled away, or nobody knows it.
-    """
+    """`behind` the head; all None where there is none."""
     newest = head(connection, scenario)
+    return dict.fromkeys(ids) if newest is None else behind(connection, newest, ids)
+
+
+def behind(connection: Connection, release: Release, ids: Iterable[str]) -> dict[str, int | None]:
+    """Policy updates from each release on to `release`, along its ancestry; None: it is not among its ancestors.
+
+    That is: its branch was rolled away, or nobody knows it. The same whenever it is asked.
+    """
     found: dict[str, int | None] = dict.fromkeys(ids)
-    if newest is None:
-        return found
-    ranges = ancestry(connection, scenario, newest.number)
+    ranges = ancestry(connection, release.scenario, release.number)
     query = select(releases.c.id, releases.c.number, releases.c.policy_version).where(
-        releases.c.scenario == scenario, releases.c.id.in_(list(found))
+        releases.c.scenario == release.scenario, releases.c.id.in_(list(found))
     )
     for row in connection.execute(query):
         if is_among(ranges, row.number):
-            found[row.id] = newest.policy_version - row.policy_version
+            found[row.id] = release.policy_version - row.policy_version
     return found
 
 

@@ -72,6 +72,11 @@ def set_training(connection: Connection, name: str) -> None:
     connection.execute(insert(meta).values(key="training_scenario", value=name))
 
 
+def set_recipe(connection: Connection, recipe: str) -> None:
+    """What every scenario's reports train by from now on: a service has one recipe, and may be started with another."""
+    connection.execute(update(scenarios).where(scenarios.c.recipe != recipe).values(recipe=recipe))
+
+
 def set_mode(connection: Connection, name: str, mode: str) -> None:
     """Set whether a scenario trains by itself (`auto`) or when told (`manual`). Raises NotFoundError."""
     get(connection, name)

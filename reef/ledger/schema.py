@@ -123,6 +123,14 @@ reports = Table(
     Index("reports_queue", "scenario", "state", "seq"),
     Index("reports_group", "scenario", "state", "group_key"),
     Index("reports_batch", "batch_id"),
+    Index(  # see `history.py`
+        "reports_prompt",
+        "scenario",
+        "prompt_digest",
+        "seq",
+        sqlite_where=text("state = 'trained'"),
+        postgresql_where=text("state = 'trained'"),
+    ),
 )
 
 report_receipts = Table(

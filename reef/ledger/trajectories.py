@@ -13,6 +13,7 @@ without a parent (see `receipts.record`), and so is a sequence of its own.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -72,12 +73,35 @@ def divide(
     return found
 
 
-def sample(rows: Sequence[Row[Any]], found: Mapping[str, Receipt], truncated: bool) -> Sample:
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """What a report says besides its score, and when it came. The fields outlive the deletion of its free text."""
+
+    truncated: bool = False
+    accepted_at: float = 0.0  # seconds since the epoch
+    scores: Mapping[str, float] = field(default_factory=dict)  # of single turns, by receipt
+    components: Mapping[str, float] = field(default_factory=dict)  # of the score, by name
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], accepted_at: float) -> "Grade":
+        """From a report's stored body."""
+        references = body.get("references", [])
+        scores = body.get("reference_scores") or [None] * len(references)
+        return cls(
+            truncated=bool(body.get("truncated")),
+            accepted_at=accepted_at,
+            scores={name: score for name, score in zip(references, scores, strict=True) if score is not None},
+            components=dict(body.get("rewards") or {}),
+        )
+
+
+def sample(rows: Sequence[Row[Any]], found: Mapping[str, Receipt], grade: Grade, lags: Mapping[str, int]) -> Sample:
     """One sequence from its rows of `batch_samples`, oldest turn first.
 
     Args:
         found: their receipts.
-        truncated: whether the report says so.
+        grade: of their report.
+        lags: by release, the policy updates between it and the one that is trained.
 
     Raises:
         DamagedError: the last turn's ids do not hold those of another.
@@ -95,7 +119,7 @@ def sample(rows: Sequence[Row[Any]], found: Mapping[str, Receipt], truncated: bo
             raise DamagedError(receipt.id, f"receipt {last.id}, trained with it as a later turn, does not continue it")
         mask[start:end] = True
         logprobs[start:end] = receipt.generation.logprobs
-        turns.append(Turn(receipt.id, start, end))
+        turns.append(Turn(receipt.id, start, end, grade.scores.get(receipt.id, 0.0)))
     return Sample(
         report_id=row.report_id,
         receipt_id=last.id,
@@ -106,8 +130,11 @@ def sample(rows: Sequence[Row[Any]], found: Mapping[str, Receipt], truncated: bo
         logprobs=logprobs,
         temperature=last.sampling.temperature,
         trains=row.trains,
-        truncated=truncated or last.generation.finish_reason == "length",
+        truncated=grade.truncated or last.generation.finish_reason == "length",
         turns=tuple(turns),
+        lag=max((lags[span.release_id] for receipt in members for span in receipt.generation.spans), default=0),
+        accepted_at=grade.accepted_at,
+        components=grade.components,
     )
 
 

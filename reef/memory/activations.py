@@ -6,8 +6,9 @@ t tensor ranks, e bytes of a trained weight (4 in float32, 2 in bfloat16).
 
 from collections.abc import Sequence
 
-from reef.config import Layout, OptimizerOptions
+from reef.config import Layout
 from reef.memory import parameters
+from reef.options import OptimizerOptions
 from reef.training.architecture import Architecture
 
 

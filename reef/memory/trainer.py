@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from reef.config import Config
 from reef.memory import parameters
 from reef.memory.activations import activation_bytes, logits_bytes
+from reef.memory.beside import numbers_beside
 from reef.training.architecture import Architecture
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -29,10 +30,12 @@ class TrainerMemory:
     activations: int
     logits: int
     runtime: int
+    beside: int = 0  # a critic's weights, gradients and optimizer, and a reference's weights
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.runtime
+        own = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.runtime
+        return own + self.beside
 
 
 def trainer_memory(architecture: Architecture, config: Config, stage: int, *, on_gpu: bool) -> TrainerMemory:
@@ -55,6 +58,8 @@ def trainer_memory(architecture: Architecture, config: Config, stage: int, *, on
     else:
         optimizer = state * (shared + experts)
     tokens = largest_microbatch(architecture, config) // layout.context
+    held, learning = numbers_beside(architecture, config, stage)
+    divided = layout.data * layout.context if options.use_distributed_optimizer else 1
     return TrainerMemory(
         weights=item * (shared + experts),
         gradients=GRADIENT_BYTES * (shared + experts),
@@ -62,6 +67,7 @@ def trainer_memory(architecture: Architecture, config: Config, stage: int, *, on
         activations=activation_bytes(architecture, layout, options, tokens, item, stage),
         logits=logits_bytes(architecture, layout, tokens) if stage == layout.pipeline - 1 else 0,
         runtime=(RUNTIME_GPU_BYTES if on_gpu else RUNTIME_CPU_BYTES) + bucket_bytes(config),
+        beside=item * held + GRADIENT_BYTES * learning + state * (learning // divided),
     )
 
 

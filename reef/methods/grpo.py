@@ -11,21 +11,30 @@ How a batch comes about (`Grpo.select`):
 4. Closed groups are taken whole, in order of closing, until one more full group would not fit: the batch is ready with
    more than `batch_size - group_size` and at most `batch_size` training samples. With full groups of fresh samples that
    is `batch_size` exactly; groups closed by deadline or with stale members leave it a little smaller, never waiting.
+
+Rollouts are compared by `score` alone, with overlong shaping and a KL counted in the reward where they are configured;
+the scores of single turns are for methods that credit tokens. Whether a group ties is asked of the scores as reported
+when a batch is chosen (`filter_tied`), and of the shaped rewards when they are compared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from reef.config import GrpoConfig
-from reef.methods.advantages import group_advantages, tied
-from reef.methods.weights import token_weights
-from reef.types import Candidate, Drop, Floats, Pick, Sample, Selection
-
-if TYPE_CHECKING:
-    import torch
+from reef.methods.advantages import (
+    centred_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    maxrl_advantages,
+    tied,
+)
+from reef.methods.base import View
+from reef.methods.composed import Composed
+from reef.methods.rewards import Rollout, kl_rewards, outcome_rewards, rollout_of, rollout_rewards
+from reef.shelf import GrpoConfig
+from reef.types import Candidate, Doubles, Drop, Floats, Pick, Sample, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +49,13 @@ class _Group:
         return f"{self.members[0].group}@{self.members[0].seq}"
 
 
-class Grpo:
-    """The `grpo` method: see the module's docstring and METHODS in the docs."""
+class Grpo(Composed):
+    """The `grpo` method: see the module's docstring and docs/methods.md."""
 
-    def __init__(self, config: GrpoConfig) -> None:
-        self.config = config
+    config: GrpoConfig
+
+    def __init__(self, config: GrpoConfig | Mapping[str, Any]) -> None:
+        super().__init__(config if isinstance(config, GrpoConfig) else GrpoConfig.model_validate(config))
 
     def select(self, candidates: Sequence[Candidate], staleness: Mapping[str, int | None], now: float) -> Selection:
         """Choose whole closed groups for the next batch, and drop what never trains, by the module's rules 1 to 4.
@@ -79,53 +90,54 @@ class Grpo:
             next_deadline_at=min(deadlines, default=None),
         )
 
-    def advantages(self, samples: Sequence[Sample]) -> list[Floats]:
-        """GRPO's advantage of each rollout within its group, on each of its sampled tokens (2402.03300).
+    def advantages(
+        self, samples: Sequence[Sample], views: Sequence[View], history: Mapping[str, Sequence[float]]
+    ) -> list[Floats]:
+        """The advantage of each rollout within its group, on each of its sampled tokens; see `Method.advantages`.
 
-        [T] float32 per sample, 0 where its mask is False. Samples of one report share one advantage; see
-        `group_advantages`.
+        [T] float32 per sample, 0 where its mask is False. Samples of one report share one advantage. With `kl: reward`
+        a rollout is charged for the KL of all of its tokens before it is compared; `reinforce++-baseline` (2501.03262)
+        instead charges each token for its own after the comparison, and then whitens over the batch.
         """
-        by_rollout: dict[tuple[str, str], float] = {}
-        for group, rewards in _rewards(samples).items():
-            values = group_advantages(
-                list(rewards.values()),
-                std=self.config.std,
-                eps=self.config.std_eps,
-                tie_tolerance=self.config.tie_tolerance,
-            )
-            by_rollout |= {(group, report_id): float(v) for report_id, v in zip(rewards, values, strict=True)}
-        return [np.where(s.mask, np.float32(by_rollout[s.group, s.report_id]), np.float32(0.0)) for s in samples]
+        by_token = self.config.advantage == "reinforce++-baseline"
+        if by_token:
+            rewards = outcome_rewards(samples, self.config)
+        else:
+            rewards = rollout_rewards(samples, views, self.config)
+        by_rollout: dict[Rollout, float] = {}
+        for members in _by_group(rewards).values():
+            values = self.compare([rewards[rollout] for rollout in members])
+            by_rollout |= {rollout: float(value) for rollout, value in zip(members, values, strict=True)}
+        found = [np.full(len(sample.mask), by_rollout[rollout_of(sample)]) for sample in samples]
+        if by_token and self.config.kl == "reward":
+            found = [a + kl_rewards(s, view, self.config) for a, s, view in zip(found, samples, views, strict=True)]
+        return self.scaled(found, samples, whitened=by_token)
 
-    def token_weights(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Weights [T] per sample for the configured `aggregation`; see `weights.token_weights`."""
-        return token_weights(samples, self.config.aggregation)
+    def compare(self, rewards: Sequence[float]) -> Doubles:
+        """The advantages of one group's rollouts, [G], by the configured `advantage`. A method of your own may replace
+        it.
 
-    def token_loss(
-        self, logprobs: "torch.Tensor", old_logprobs: "torch.Tensor", advantages: "torch.Tensor", mask: "torch.Tensor"
-    ) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]:
-        """PPO's clipped loss of each token (1707.06347), with DAPO's two bounds (2503.14476); see `losses.ppo_clip`.
-
-        All arrays are [...] of one shape, as in `Method.token_loss`. The metrics are `pg_clipfrac` and `ratio`.
+        Args:
+            rewards: one per rollout, not empty.
         """
-        from reef.methods.losses import ppo_clip  # here: who only selects has no need of torch
-
-        return ppo_clip(
-            logprobs, old_logprobs, advantages, mask, clip_low=self.config.clip_low, clip_high=self.config.clip_high
-        )
+        tolerance = self.config.tie_tolerance
+        if self.config.advantage == "grpo":
+            return group_advantages(rewards, std=self.config.std, eps=self.config.std_eps, tie_tolerance=tolerance)
+        if self.config.advantage == "rloo":
+            return leave_one_out_advantages(rewards, tie_tolerance=tolerance)
+        if self.config.advantage == "maxrl":
+            return maxrl_advantages(rewards, tie_tolerance=tolerance)
+        return centred_advantages(rewards, tie_tolerance=tolerance)  # dr-grpo and reinforce++-baseline
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Over rollouts (stale ones included): rewards and lengths; over groups: the share that compares anything."""
-        groups = [list(rewards.values()) for rewards in _rewards(samples).values()]
-        rewards = np.array([reward for group in groups for reward in group])
-        rollouts = _rollouts(samples)
+        """Over rollouts (stale ones included): scores and lengths; over groups: the share that compares anything."""
+        scores = {rollout_of(sample): sample.reward for sample in samples}
+        groups = [[scores[rollout] for rollout in members] for members in _by_group(scores).values()]
         informative = [not tied(group, self.config.tie_tolerance) for group in groups]
         return {
-            "reward_mean": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
+            **super().metrics(samples),
             "num_groups": float(len(groups)),
             "informative_group_rate": float(np.mean(informative)),
-            "response_length_mean": float(np.mean([sum(int(s.mask.sum()) for s in rollout) for rollout in rollouts])),
-            "truncation_rate": float(np.mean([any(s.truncated for s in rollout) for rollout in rollouts])),
         }
 
     def _groups(self, candidates: Sequence[Candidate], now: float) -> list[_Group]:
@@ -167,17 +179,8 @@ class Grpo:
         return num_training > self.config.batch_size - self.config.group_size
 
 
-def _rollouts(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each report in its group."""
-    found: dict[tuple[str, str], list[Sample]] = {}
-    for sample in samples:
-        found.setdefault((sample.group, sample.report_id), []).append(sample)
-    return list(found.values())
-
-
-def _rewards(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Rewards by group and report: a report that gave several samples counts once."""
-    groups: dict[str, dict[str, float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, {})[sample.report_id] = sample.reward
+def _by_group(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout[0], []).append(rollout)
     return groups

@@ -48,6 +48,7 @@ NEEDS: Final[Mapping[str, str]] = {
     "GET /reef/scenarios/{name}": ANY,
     "GET /reef/scenarios/{name}/contract": ANY,
     "GET /reef/scenarios/{name}/releases": ANY,
+    "GET /reef/scenarios/{name}/releases/{release_id}": ANY,
     "GET /reef/scenarios/{name}/releases/{release_id}/lineage": ANY,
     "POST /reef/scenarios/{name}/releases/{release_id}/evaluations": "admin",
     "POST /reef/scenarios/{name}/update": "admin",

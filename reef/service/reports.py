@@ -52,7 +52,7 @@ async def post_report(http: HttpRequest) -> Response:
 async def get_report(report_id: str, http: HttpRequest) -> Response:
     """Where a report is, why, and all that happened to it."""
     house = house_of(http)
-    size = house.config.recipe.config.group_size
+    size = house.config.recipe.group_size
 
     def read(connection: Connection) -> dict[str, Any]:
         view = reports.view(connection, report_id, size)
@@ -77,7 +77,7 @@ async def get_receipt(receipt_id: str, http: HttpRequest) -> Response:
         return json_response(await _atif(house, http, receipt_id))
     if shape != "json":
         raise BadRequestError(f"format: expected json or atif, got {shape[:80]!r}", param="format")
-    size = house.config.recipe.config.group_size
+    size = house.config.recipe.group_size
 
     def read(connection: Connection) -> tuple[dict[str, Any], tuple[Receipt, bytes] | None]:
         left = receipts.skeleton(connection, receipt_id)

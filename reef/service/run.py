@@ -324,6 +324,7 @@ class _Run:
 
         def begin(connection: Connection) -> Release:
             name = config.recipe.scenario
+            scenarios.set_recipe(connection, config.recipe.implementation)
             if name is not None:
                 scenarios.create(connection, name, config.recipe.implementation, storage.base_release(name).created_at)
                 scenarios.set_training(connection, name)

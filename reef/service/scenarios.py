@@ -1,15 +1,19 @@
 """Scenarios and their release chains."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from reef.alarms import Mark
 from reef.errors import BadRequestError, ConflictError
-from reef.ledger import lease, releases, reports, scenarios
+from reef.ledger import held_out, lease, releases, reports, scenarios
 from reef.ledger.scenarios import Scenario
+from reef.section import kebab
 from reef.service.access import caller, require_scenario
 from reef.service.document import answers, any_object, query
 from reef.service.house import House
@@ -79,7 +83,7 @@ async def contract(name: str, http: HttpRequest) -> Response:
         {
             "scenario": scenario.name,
             "recipe": scenario.recipe,
-            "config": house.config.recipe.config.model_dump(mode="json", by_alias=True),
+            "config": {kebab(key): value for key, value in house.config.recipe.values.items()},
             "model": house.config.inference.model_path.name,
             "context_length": house.engines.context_length,
             "report": ReportBody.model_json_schema(),
@@ -155,10 +159,16 @@ async def list_releases(name: str, http: HttpRequest) -> Response:
     limit = _number(http, "limit", 100, 1, MAX_RELEASES)
     before = _number(http, "before", MAX_INT, 0, MAX_INT)
     chain = await house.ledger.read(releases.chain, name, limit, before)
-    results = await house.ledger.read(releases.evaluations_of, [release.id for release in chain])
-    head = await house.ledger.read(releases.head, name)
-    shown = [_show_release(release, head, results.get(release.id, [])) for release in chain]
-    return json_response({"scenario": name, "releases": shown})
+    return json_response({"scenario": name, "releases": await _show_releases(house, name, chain)})
+
+
+@router.get("/{name}/releases/{release_id}", responses=answers(404, 503))
+async def get_release(name: str, release_id: str, http: HttpRequest) -> Response:
+    """One link of the chain, as in the list of them."""
+    house = house_of(http)
+    release = await house.ledger.read(releases.get, name, release_id)
+    (shown,) = await _show_releases(house, name, [release])
+    return json_response(shown)
 
 
 @router.get("/{name}/releases/{release_id}/lineage", responses=answers(404, 503))
@@ -174,13 +184,19 @@ async def lineage(name: str, release_id: str, http: HttpRequest) -> Response:
     responses=answers(400, 404, 413, 503, ok=201),
 )
 async def add_evaluation(name: str, release_id: str, http: HttpRequest) -> Response:
-    """Store a held-out result (any JSON object) on a release."""
+    """Store a held-out result (any JSON object) on a release; `alarms` are those that it rings by now."""
     house = house_of(http)
     body = parse_json(await read_body(http))
-    await house.ledger.write(releases.add_evaluation, name, release_id, dict(body), time.time())
+    alarms = house.config.observability.alarms
+    rung = await house.ledger.write(held_out.add, name, release_id, dict(body), time.time(), alarms)
+    for rings, mark in rung:
+        house.metrics.ring(rings, mark.metric, mark.message)
     if house.dispatcher is not None:
         house.dispatcher.notify()
-    return json_response({"release_id": release_id, "stored": True}, 201)
+    release = await house.ledger.read(releases.get, name, release_id)
+    marks = await house.ledger.read(held_out.marks, [release], alarms)
+    shown = _show_marks(marks.get(release_id, ()))
+    return json_response({"release_id": release_id, "stored": True, "alarms": shown}, 201)
 
 
 async def _dispatcher(house: House, name: str) -> "Dispatcher":
@@ -211,7 +227,17 @@ def _show(scenario: Scenario, training: str | None, house: House) -> dict[str, A
     }
 
 
-def _show_release(release: Release, head: Release | None, results: list[Any]) -> dict[str, Any]:
+async def _show_releases(house: House, name: str, chain: Sequence[Release]) -> list[dict[str, Any]]:
+    """Releases with their results and the alarms that these ring."""
+    results = await house.ledger.read(releases.evaluations_of, [release.id for release in chain])
+    marks = await house.ledger.read(held_out.marks, chain, house.config.observability.alarms)
+    head = await house.ledger.read(releases.head, name)
+    return [_show_release(release, head, results.get(release.id, []), marks.get(release.id, ())) for release in chain]
+
+
+def _show_release(
+    release: Release, head: Release | None, results: list[Any], marks: Sequence[Mark] = ()
+) -> dict[str, Any]:
     return {
         "release_id": release.id,
         "parent_release_id": release.parent,
@@ -233,7 +259,13 @@ def _show_release(release: Release, head: Release | None, results: list[Any]) ->
         "created_at": release.created_at,
         "metrics": dict(release.metrics),
         "evaluations": results,
+        "alarms": _show_marks(marks),
     }
+
+
+def _show_marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+    """The alarms that a release rings, as JSON."""
+    return [asdict(mark) for mark in marks]
 
 
 def _number(http: HttpRequest, name: str, default: int, least: int, most: int) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -10,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
-from reef.ledger import batches, deletion, lease, releases, reports, scenarios
+from reef.ledger import batches, deletion, held_out, lease, releases, reports, scenarios
 from reef.service.access import caller
 from reef.service.document import answers
 from reef.service.house import House
@@ -89,9 +90,19 @@ async def _queue(house: House, name: str) -> dict[str, Any]:
         "step": head.step if head else 0,
         "pending": await house.ledger.read(reports.count, name, ReportState.PENDING),
         "reserved": await house.ledger.read(reports.count, name, ReportState.RESERVED),
-        "batch_size": house.config.recipe.config.batch_size,
-        "max_staleness": house.config.recipe.config.max_staleness,
+        "batch_size": house.config.recipe.values.get("batch_size"),
+        "max_staleness": house.config.recipe.values.get("max_staleness"),
+        "alarms": await _alarms(house, name),
     }
+
+
+async def _alarms(house: House, name: str) -> list[dict[str, Any]]:
+    """Those that the newest measured release rings, of the head and its ancestors."""
+    found = await house.ledger.read(held_out.newest, name, house.config.observability.alarms)
+    if found is None:
+        return []
+    release_id, marks = found
+    return [{"release_id": release_id, **asdict(mark)} for mark in marks]
 
 
 async def _training(house: House) -> dict[str, Any] | None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reef.config import Layout, OptimizerOptions
+from reef.config import Layout
 from reef.errors import ConfigError
+from reef.options import OptimizerOptions
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -1,4 +1,6 @@
-"""What a checkpoint of the trainer holds, by Megatron's `dist_checkpointing`: weights, moments, steps, random state.
+"""What a checkpoint of the trainer holds, by Megatron's `dist_checkpointing`: weights, moments, counts, random state.
+
+Of a critic too, where there is one, under names that begin with `critic.`.
 
     copy      every rank copies its share to the CPU, and all agree on who writes what -> `reef.training.saving`
     restore   under the layout that wrote it, bit for bit; or under another one: the same weights and moments
@@ -24,7 +26,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -32,11 +33,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from reef.errors import LoadFailedError
 from reef.training import device, optimizer_state
+from reef.training.counts import Counts
 from reef.training.manifest import check_checkpoint
-from reef.training.megatron import Policy
+from reef.training.megatron import Network
+from reef.training.random_state import rng_state, set_rng_state
 from reef.training.ranks import from_rank_0
 
 RNG = "rng"
+CRITIC = "critic."
 
 
 class CopyPlanner(MCoreSavePlanner):  # type: ignore[misc]
@@ -70,10 +74,16 @@ class Copy:
     common: bytes  # what is no tensor, as common.pt holds it; rank 0 writes it
 
 
-def copy(policy: Policy, steps_done: int) -> Copy:
+def copy(policy: Network, critic: Network | None, counts: Counts) -> Copy:
     """Copy this rank's share of the state. Every rank must call; nothing touches the disk."""
     with device.megatron_calls():
-        state = {**_state(policy, loading=False), "steps_done": steps_done, "trains": _trains(policy)}
+        state = {
+            **_state(policy, critic, loading=False),
+            "steps_done": counts.steps,
+            "counts": asdict(counts),
+            "trains": _trains(policy),
+            "critic_learns": None if critic is None else _learns(critic),
+        }
         sharded, common = save_preprocess(state)
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # of replicas, the first alone
         planner = CopyPlanner()
@@ -84,7 +94,7 @@ def copy(policy: Policy, steps_done: int) -> Copy:
         planner.copy(plan)
         common_pt = io.BytesIO()
         torch.save(common, common_pt)
-    return Copy(steps_done, plan, planner, metadata, common_pt.getvalue())
+    return Copy(counts.steps, plan, planner, metadata, common_pt.getvalue())
 
 
 def _gather_metadata(planner: CopyPlanner, plan: SavePlan) -> Metadata | None:
@@ -97,69 +107,95 @@ def _gather_metadata(planner: CopyPlanner, plan: SavePlan) -> Metadata | None:
     return metadata
 
 
-def restore(directory: Path, policy: Policy, seeded_rng: dict[str, Any]) -> int:
-    """Put weights, moments and random state back; return the steps done. Every rank must call.
+def restore(
+    directory: Path, policy: Network, critic: Network | None, seeded_rng: dict[str, Any]
+) -> tuple[Counts, bool]:
+    """Put weights, moments and random state back. Every rank must call.
 
     The layout may be another than the one that wrote it. Then random numbers begin again at the seed: there is one
     state for each pipeline stage and tensor rank, and these are others.
 
     Args:
+        critic: where there is one. It stays as it is if the checkpoint has none.
         seeded_rng: this rank's random state when it was made.
+
+    Returns:
+        How far training was, and whether the checkpoint has a critic.
 
     Raises:
         LoadFailedError: the checkpoint is not complete, damaged, or of another model or dtype: nothing has moved. Or
             it is as it was written and Megatron, having begun to load, cannot read it (another version wrote it): then
-            the policy is undefined until another `restore` or a `MegatronWorker.reset`.
+            the trainer is undefined until another `restore` or a `MegatronWorker.reset`.
     """
-    same_ranks = from_rank_0(lambda: _check(directory, policy))
+    same_ranks, has_critic = from_rank_0(lambda: _check(directory, policy, critic))
+    found = critic if has_critic else None
     with device.megatron_calls():
-        wanted = _state(policy, loading=True)
+        wanted = _state(policy, found, loading=True)
         if not same_ranks:
             del wanted[RNG]
         try:
             state = dist_checkpointing.load(wanted, str(directory))
         except (CheckpointingException, CheckpointException) as error:
             raise _unreadable(directory, error) from None
-        steps_done = int(state["steps_done"])
-        policy.module.load_state_dict(state["model"])
-        optimizer_state.load(policy.optimizer, state["optimizer"], steps_done)
+        steps = int(state["steps_done"])
+        counts = Counts(**state.get("counts", {"steps": steps, "policy_updates": steps}))
+        _load(policy, state, "", counts.policy_updates)
+        if found is not None:
+            _load(found, state["critic"], CRITIC, counts.critic_updates)
+        else:
+            counts.critic_steps = counts.critic_updates = 0
     set_rng_state(state[RNG] if same_ranks else seeded_rng)
-    return steps_done
+    return counts, has_critic
 
 
-def _check(directory: Path, policy: Policy) -> bool:
-    """Refuse a checkpoint that does not fit; return whether it has the random state of as many ranks."""
+def _load(network: Network, state: dict[str, Any], prefix: str, updates: int) -> None:
+    network.module.load_state_dict({name.removeprefix(prefix): value for name, value in state["model"].items()})
+    optimizer_state.load(network.optimizer, state["optimizer"], updates)
+
+
+def _check(directory: Path, policy: Network, critic: Network | None) -> tuple[bool, bool]:
+    """Refuse a checkpoint that does not fit; whether it has the random state of as many ranks, and our critic."""
     check_checkpoint(directory)
     try:
-        found = dist_checkpointing.load_common_state_dict(str(directory)).get("trains", {})
+        common = dist_checkpointing.load_common_state_dict(str(directory))
         held = load_sharded_metadata(str(directory))
     except (CheckpointingException, UnpicklingError) as error:
         raise _unreadable(directory, error) from None
-    expected = _trains(policy)
+    expected, found = _trains(policy), common.get("trains", {})
+    learns = common.get("critic_learns")
+    if critic is not None and learns is not None:
+        expected, found = {**expected, "critic": _learns(critic)}, {**found, "critic": learns}
     differ = [
         f"{key} is {found.get(key)}, expected {expected[key]}" for key in expected if found.get(key) != expected[key]
     ]
     if differ:
         raise LoadFailedError(f"checkpoint {directory} is of another trainer: {'; '.join(differ)}")
-    return _sharded_rng().unique_key in held
+    return _sharded_rng().unique_key in held, critic is not None and learns is not None
 
 
 def _unreadable(directory: Path, error: BaseException) -> LoadFailedError:
     return LoadFailedError(f"checkpoint {directory}: Megatron cannot read it: {str(error).splitlines()[-1]}")
 
 
-def _trains(policy: Policy) -> dict[str, Any]:
+def _trains(policy: Network) -> dict[str, Any]:
     """What a checkpoint must have been taken of to fit. How it was spread over ranks does not matter."""
     return {**asdict(policy.architecture), "dtype": str(policy.module.config.params_dtype)}
 
 
-def _state(policy: Policy, *, loading: bool) -> dict[str, Any]:
-    model = policy.module.sharded_state_dict()
-    return {
-        "model": model,
-        "optimizer": optimizer_state.sharded(policy.optimizer, model, loading=loading),
-        RNG: _sharded_rng(),
-    }
+def _learns(critic: Network) -> str:
+    """What of a critic has moments, in words."""
+    frozen = any(not parameter.requires_grad for parameter in critic.module.parameters())
+    return "all but attention" if frozen else "all of it"
+
+
+def _state(policy: Network, critic: Network | None, *, loading: bool) -> dict[str, Any]:
+    found = {**_share(policy, "", loading), RNG: _sharded_rng()}
+    return found if critic is None else {**found, "critic": _share(critic, CRITIC, loading)}
+
+
+def _share(network: Network, prefix: str, loading: bool) -> dict[str, Any]:
+    model = network.module.sharded_state_dict(prefix=prefix)
+    return {"model": model, "optimizer": optimizer_state.sharded(network.optimizer, model, loading=loading)}
 
 
 def _sharded_rng() -> ShardedObject:
@@ -174,14 +210,3 @@ def _sharded_rng() -> ShardedObject:
         (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
         replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-
-
-def rng_state() -> dict[str, Any]:
-    """The random numbers of this rank: torch's own and those Megatron tracks for its parallel regions."""
-    return {"torch": torch.get_rng_state(), "tracked": get_cuda_rng_tracker().get_states()}
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Undo what was drawn since `rng_state`. The same state may be set again: Megatron gets a copy to go on with."""
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(dict(state["tracked"]))

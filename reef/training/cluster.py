@@ -20,8 +20,10 @@ from reef.cluster import room
 from reef.cluster.connection import Connection, connect, disconnect
 from reef.config import Config
 from reef.errors import ReefError, UnavailableError, WorkersLostError
+from reef.methods.base import build as build_method
 from reef.training.actor import Surroundings, WorkerActor, WorkerSpec
 from reef.training.architecture import check_layout, check_recompute, read_architecture
+from reef.training.beside import check_beside
 from reef.training.settings import settings
 from reef.training.tensors import check_weights
 from reef.types import Batch, Bucket, Floats, Ids, Probe, Published, StepResult
@@ -58,6 +60,7 @@ class Trainer:
         check_layout(architecture, config.training.layout)
         check_recompute(architecture, config.training.layout, config.training.options)
         check_weights(model_path, architecture)
+        check_beside(build_method(self._settings["method"]), architecture)
         self._workers: list[Any] = []
         self._pids: list[int] = []
         self._processes: list[psutil.Process] = []  # of those that run on this machine, in a cluster of our own

@@ -127,17 +127,21 @@ def load(
     rank: int,
     size: int,
     first_expert: int | None = None,
+    skip: str | None = None,
 ) -> None:
     """Fill a rank's GPTModel with its part of the weights, one Hugging Face tensor's slice in memory at a time.
 
     Args:
         rank, size: this rank among the tensor ranks.
         first_layer, first_expert: as `entry_of`.
+        skip: parameters whose names begin with it stay as they are.
 
     Raises:
         ConfigError: a tensor has another shape than the config says (`check_weights` finds that before any load).
     """
     for parameter, values in module.named_parameters():
+        if skip is not None and parameter.startswith(skip):
+            continue
         entry = entry_of(architecture, parameter, first_layer, first_expert)
         for index, name in enumerate(entry.names):
             place = _view(Place(parameter, entry, index), values, architecture)

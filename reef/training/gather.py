@@ -7,10 +7,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from reef.training import convert, device
-from reef.training.megatron import Policy
+from reef.training.megatron import Network
 
 
-def gather(policy: Policy, names: Iterable[str]) -> dict[str, torch.Tensor] | None:
+def gather(policy: Network, names: Iterable[str]) -> dict[str, torch.Tensor] | None:
     """Whole tensors by their Hugging Face names, on rank 0; None elsewhere. Every rank must call with the same names.
 
     The tensors are on the policy's device, in its dtype and in the order of `names`; a parameter that one rank has
@@ -36,7 +36,7 @@ def gather(policy: Policy, names: Iterable[str]) -> dict[str, torch.Tensor] | No
     return {name: found[_stored(policy, name)] for name in wanted}
 
 
-def _stored(policy: Policy, name: str) -> str:
+def _stored(policy: Network, name: str) -> str:
     """A tied base may still hold its output layer."""
     return convert.EMBEDDING if policy.architecture.tied and name == convert.OUTPUT else name
 

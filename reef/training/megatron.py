@@ -1,9 +1,14 @@
-"""The policy on Megatron-Core: one rank's GPTModel, its DDP wrapper and its optimizer."""
+"""Models on Megatron-Core: one rank's share of a GPTModel.
+
+policy     the model that is trained and served      DDP wrapper, optimizer
+critic     the same with a value head                DDP wrapper, optimizer
+reference  the same, frozen                          neither
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,27 +19,29 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from reef.config import Layout, OptimizerOptions
+from reef.config import Layout
+from reef.options import OptimizerOptions
 from reef.training import convert, device, optimizer
 from reef.training.architecture import Architecture
 from reef.training.experts import expert_settings, expert_tensor_ranks
 from reef.training.layers import layer_spec
+from reef.training.value_head import ValueHead
 from reef.training.weights import WeightFiles
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """One rank's share of the trained model."""
+class Network:
+    """One rank's share of a model."""
 
     architecture: Architecture
     module: Any  # GPTModel
-    model: Any  # DDP around it
-    optimizer: Any  # Megatron's ChainedOptimizer
+    model: Any  # what is called: DDP around it, where it is trained
+    optimizer: Any  # Megatron's ChainedOptimizer; None: it is not trained
     first_layer: int  # number of this stage's first layer in the whole model
     first_expert: int | None  # of this rank in each layer; None: experts are cut over tensor ranks, as all else
-    places: Mapping[str, convert.Place]  # what of which Hugging Face tensor is where, by its name
+    places: Mapping[str, convert.Place]  # what of which Hugging Face tensor is where, by its name; the policy's alone
 
 
 def join_ranks(rank: int, world_size: int, layout: Layout, rendezvous: Path, seed: int) -> None:
@@ -63,47 +70,100 @@ def leave_ranks() -> None:
 
 def build(
     architecture: Architecture, layout: Layout, dtype: str, options: OptimizerOptions, weights: WeightFiles
-) -> Policy:
-    """Build this rank's model with its part of `weights`, and an optimizer for it. Call after `join_ranks`.
+) -> Network:
+    """Build this rank's policy with its part of `weights`, and an optimizer for it. Call after `join_ranks`.
 
     Of `options` counts what is said of construction: the rest is each batch's own.
     """
     with device.megatron_calls():
         config = _model_config(architecture, layout, DTYPES[dtype], options)
-        module = GPTModel(
-            config=config,
-            transformer_layer_spec=layer_spec(config),
-            vocab_size=architecture.vocab_size,
-            max_sequence_length=architecture.context_length,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
-            rotary_base=architecture.rope_theta,
-            rope_scaling=architecture.rope_factor is not None,
-            rope_scaling_factor=architecture.rope_factor or 1.0,
-            share_embeddings_and_output_weights=architecture.tied,
-        )
-        first_layer = module.decoder.layers[0].layer_number - 1
-        first_expert = _first_expert(architecture)
-        _read(module, architecture, first_layer, first_expert, weights)
-        module.to(device.current())
-        wrapped = module if config.params_dtype is torch.float32 else Float16Module(config, module)
-        model = DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=options.use_distributed_optimizer,
-                overlap_grad_reduce=options.overlap_grad_reduce,
-            ),
-            module=wrapped,
-        )
-        built = optimizer.build(model, config.params_dtype, options)
+        network = _train(_module(config, architecture, weights), config, architecture, options)
+        names = dict(network.module.named_parameters())
+        places = convert.places(architecture, names, network.first_layer, network.first_expert)
+        return replace(network, places=places)
+
+
+def build_critic(
+    architecture: Architecture,
+    layout: Layout,
+    dtype: str,
+    options: OptimizerOptions,
+    weights: WeightFiles,
+    freeze: Literal["none", "attention"],
+) -> Network:
+    """Build this rank's critic: a body with its part of `weights`, a value head of zeros, and an optimizer for both.
+
+    Args:
+        freeze: what of its body keeps the weights it has.
+    """
+    with device.megatron_calls():
+        config = _model_config(architecture, layout, DTYPES[dtype], options)
+        module = _module(config, architecture, weights, value_head=True)
+        if freeze == "attention":
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(".self_attention." not in name)
+        return _train(module, config, architecture, options)
+
+
+def build_reference(
+    architecture: Architecture, layout: Layout, dtype: str, options: OptimizerOptions, weights: WeightFiles
+) -> Network:
+    """Build this rank's part of a frozen model."""
+    with device.megatron_calls():
+        config = _model_config(architecture, layout, DTYPES[dtype], options)
+        module = _module(config, architecture, weights)
+        module.requires_grad_(False)
+        module.eval()
+        return _network(module, _wrapped(module, config), None, architecture)
+
+
+def _module(
+    config: TransformerConfig, architecture: Architecture, weights: WeightFiles, *, value_head: bool = False
+) -> Any:
+    module = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config),
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=architecture.context_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,
+        rope_scaling=architecture.rope_factor is not None,
+        rope_scaling_factor=architecture.rope_factor or 1.0,
+        share_embeddings_and_output_weights=architecture.tied and not value_head,
+    )
+    if value_head and module.post_process:
+        module.output_layer = ValueHead(config)
+    _read(module, architecture, weights)
+    module.to(device.current())
+    return module
+
+
+def _wrapped(module: Any, config: TransformerConfig) -> Any:
+    return module if config.params_dtype is torch.float32 else Float16Module(config, module)
+
+
+def _train(module: Any, config: TransformerConfig, architecture: Architecture, options: OptimizerOptions) -> Network:
+    model = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            overlap_grad_reduce=options.overlap_grad_reduce,
+        ),
+        module=_wrapped(module, config),
+    )
+    built = optimizer.build(model, config.params_dtype, options)
     config.finalize_model_grads_func = _finalize
     config.grad_scale_func = None
     if options.overlap_grad_reduce:
         config.no_sync_func = model.no_sync  # all microbatches but the last add up on their own rank
-    places = convert.places(architecture, dict(module.named_parameters()), first_layer, first_expert)
-    return Policy(architecture, module, model, built, first_layer, first_expert, places)
+    return _network(module, model, built, architecture)
+
+
+def _network(module: Any, model: Any, built: Any, architecture: Architecture) -> Network:
+    return Network(architecture, module, model, built, _first_layer(module), _first_expert(architecture), {})
 
 
 def packs(dtype: str) -> bool:
@@ -119,19 +179,36 @@ def _first_expert(architecture: Architecture) -> int | None:
     return architecture.experts.num_experts // ranks * rank
 
 
-def _read(
-    module: Any, architecture: Architecture, first_layer: int, first_expert: int | None, weights: WeightFiles
-) -> None:
+def _first_layer(module: Any) -> int:
+    number: int = module.decoder.layers[0].layer_number
+    return number - 1
+
+
+def _read(module: Any, architecture: Architecture, weights: WeightFiles) -> None:
+    """Fill this rank's part of a model from files. A value head, of which they know nothing, stays as it is."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    convert.load(module, architecture, first_layer, weights.read, rank, size, first_expert)
+    skip = "output_layer." if _value_head(module) is not None else None
+    convert.load(
+        module, architecture, _first_layer(module), weights.read, rank, size, _first_expert(architecture), skip
+    )
 
 
-def load_weights(policy: Policy, weights: WeightFiles) -> None:
-    """Replace this rank's weights, and with them the float32 copies that a bfloat16 optimizer steps; nothing else."""
-    _read(policy.module, policy.architecture, policy.first_layer, policy.first_expert, weights)
+def _value_head(module: Any) -> ValueHead | None:
+    head = getattr(module, "output_layer", None)
+    return head if isinstance(head, ValueHead) else None
+
+
+def load_weights(network: Network, weights: WeightFiles) -> None:
+    """Replace this rank's weights, and with them the float32 copies that a bfloat16 optimizer steps; nothing else.
+
+    A critic's value head is set to zeros, as it was at first.
+    """
+    _read(network.module, network.architecture, weights)
+    if (head := _value_head(network.module)) is not None:
+        head.forget()
     with device.megatron_calls():
-        policy.optimizer.reload_model_params()
+        network.optimizer.reload_model_params()
 
 
 def _model_config(
@@ -193,8 +270,8 @@ def _finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs
     finalize_model_grads(model, None, **kwargs)
 
 
-def zero_gradients(policy: Policy) -> None:
+def zero_gradients(network: Network) -> None:
     """Forget the gradients of the last step."""
     with device.megatron_calls():
-        policy.model.zero_grad_buffer()
-        policy.optimizer.zero_grad()
+        network.model.zero_grad_buffer()
+        network.optimizer.zero_grad()

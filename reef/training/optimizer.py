@@ -8,8 +8,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from reef.config import OptimizerOptions
 from reef.errors import StepFailedError
+from reef.options import OptimizerOptions
 from reef.training import device
 
 

@@ -4,7 +4,7 @@ End to end (`thd`, as Megatron calls it) needs an attention that keeps the seque
 Shape letters: B rows of a microbatch, T its length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,26 +34,28 @@ class Microbatch:
     targets: torch.Tensor  # [B, T] int64, the next token; 0 where a row ends
     temperature: torch.Tensor  # [B, T] float32
     mask: torch.Tensor  # [B, T] bool, True where the next token was sampled
-    old_logprobs: torch.Tensor  # [B, T] float32
-    advantages: torch.Tensor  # [B, T] float32
-    weights: torch.Tensor  # [B, T] float32
+    sequences: torch.Tensor  # [B, T] int64, which sequence it belongs to, from 0; that of its row in padding
+    planes: Mapping[str, torch.Tensor]  # [B, T] float32 each, by name; 0 in padding and where a row ends
     starts: tuple[tuple[int, int], ...]  # row and first position of each sequence
     packed: PackedSeqParams | None  # where sequences begin in the one row; None: a row each
 
 
 def collate(
     samples: Sequence[Sample],
-    advantages: Sequence[Floats],
-    weights: Sequence[Floats],
+    planes: Mapping[str, Sequence[Floats]],
     device: torch.device,
     form: Form = Form(),
 ) -> Microbatch:
-    """Lay samples out. Without samples: one row of masked tokens, so that a rank still joins the call."""
+    """Lay samples out. Without samples: one row of masked tokens, so that a rank still joins the call.
+
+    Args:
+        planes: by name, [T] for each sample: about each of its tokens.
+    """
     lengths = [len(sample.tokens) for sample in samples] or [1]
     starts, shape = _lay(lengths, form)
     ids = np.zeros(shape, np.int64)
     mask = np.zeros(shape, np.bool_)
-    floats = np.zeros((3, *shape), np.float32)
+    laid = {name: np.zeros(shape, np.float32) for name in planes}
     temperature = np.ones(shape, np.float32)
     for i, sample in enumerate(samples):
         row, start = starts[i]
@@ -61,9 +63,9 @@ def collate(
         ids[row, here] = sample.tokens
         temperature[row, here] = sample.temperature
         mask[row, last] = sample.mask[1:]
-        for plane, values in zip(floats, (sample.logprobs, advantages[i], weights[i]), strict=True):
-            plane[row, last] = values[1:]
-    return _microbatch(ids, temperature, mask, floats, starts, lengths, form, device)
+        for name, values in planes.items():
+            laid[name][row, last] = values[i][1:]
+    return _microbatch(ids, temperature, mask, laid, starts, lengths, form, device)
 
 
 def collate_ids(sequences: Sequence[Ids], temperature: float, device: torch.device, form: Form = Form()) -> Microbatch:
@@ -74,8 +76,7 @@ def collate_ids(sequences: Sequence[Ids], temperature: float, device: torch.devi
     for (row, start), sequence in zip(starts, sequences, strict=True):
         ids[row, start : start + len(sequence)] = sequence
     temperatures = np.full(shape, temperature, np.float32)
-    nothing = np.zeros((3, *shape), np.float32)
-    return _microbatch(ids, temperatures, np.zeros(shape, np.bool_), nothing, starts, lengths, form, device)
+    return _microbatch(ids, temperatures, np.zeros(shape, np.bool_), {}, starts, lengths, form, device)
 
 
 def _lay(lengths: Sequence[int], form: Form) -> tuple[tuple[tuple[int, int], ...], tuple[int, int]]:
@@ -92,7 +93,7 @@ def _microbatch(
     ids: np.ndarray,
     temperature: np.ndarray,
     mask: np.ndarray,
-    floats: np.ndarray,
+    planes: Mapping[str, np.ndarray],
     starts: tuple[tuple[int, int], ...],
     lengths: Sequence[int],
     form: Form,
@@ -106,7 +107,9 @@ def _microbatch(
         positions = np.concatenate([np.arange(n) for n in lengths])[None]
     else:
         positions = np.tile(np.arange(length), (rows, 1))
-    old_logprobs, advantages, weights = floats
+    sequences = np.zeros(ids.shape, np.int64)
+    for i, (row, start) in enumerate(starts):
+        sequences[row, start:] = i
 
     def tensor(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -117,9 +120,8 @@ def _microbatch(
         targets=tensor(targets),
         temperature=tensor(temperature),
         mask=tensor(mask),
-        old_logprobs=tensor(old_logprobs),
-        advantages=tensor(advantages),
-        weights=tensor(weights),
+        sequences=tensor(sequences),
+        planes={name: tensor(values) for name, values in planes.items()},
         starts=starts,
         packed=_packed(tensor(np.cumsum([0, *lengths], dtype=np.int32)), max(lengths)) if form.packed else None,
     )

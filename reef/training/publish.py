@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reef.faults import reach
 from reef.training import durable, manifest
 from reef.training.gather import gather
-from reef.training.megatron import Policy
+from reef.training.megatron import Network
 from reef.training.ranks import from_rank_0
 from reef.training.weights import WeightFiles
 from reef.types import Probe, Published
@@ -24,7 +24,7 @@ PART_BYTES = 256 * 2**20
 
 
 def publish(
-    policy: Policy,
+    policy: Network,
     base: WeightFiles,
     probe: Probe | None,
     release_id: str,

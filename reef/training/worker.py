@@ -1,26 +1,29 @@
-"""One rank of the trainer: a plain class around its share of the policy. Ray makes actors of it; tests need no Ray."""
+"""One rank of the trainer: a plain class around what learns there. Ray makes actors of it; tests need no Ray."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
+from reef.config import Layout
 from reef.errors import ReefError
-from reef.faults import reach
 from reef.methods.base import Method
 from reef.methods.base import build as build_method
 from reef.training import checkpoint, device, durable, megatron, optimizer
 from reef.training.actor import WorkerSpec
-from reef.training.architecture import check_layout, check_recompute, read_architecture
+from reef.training.architecture import Architecture, check_layout, check_recompute, read_architecture
+from reef.training.beside import check_beside, paths_beside
+from reef.training.counts import Counts
 from reef.training.digest import digest
 from reef.training.gather import gather
+from reef.training.learner import Learner
+from reef.training.megatron import Network
 from reef.training.packing import split
-from reef.training.padding import Form, Microbatch, collate, collate_ids
-from reef.training.passes import score_pass, train_pass
+from reef.training.padding import Form, collate_ids
+from reef.training.passes import score_pass
 from reef.training.publish import publish
+from reef.training.random_state import rng_state, set_rng_state
 from reef.training.ranks import from_rank_0
 from reef.training.saving import Saving
 from reef.training.send import Sender
@@ -44,25 +47,41 @@ class MegatronWorker:
         self._spec = spec
         torch.set_num_threads(spec.settings["threads"])
         architecture = read_architecture(spec.model_path)
-        layout, options = layout_of(spec.settings), options_of(spec.settings)
+        layout = layout_of(spec.settings)
         check_layout(architecture, layout)
-        check_recompute(architecture, layout, options)
+        check_recompute(architecture, layout, options_of(spec.settings))
         check_weights(spec.model_path, architecture)
         self._weights = open_weights(spec.model_path)
+        method = build_method(spec.settings["method"])
+        check_beside(method, architecture)
+        beside = {setting: open_weights(path) for setting, path in paths_beside(method).items()}
+        self._critic_weights = beside.get("recipe.config.critic-path", self._weights)
+        self._reference_weights = beside.get("recipe.config.kl-reference", self._weights)
         megatron.join_ranks(spec.rank, spec.world_size, layout, spec.rendezvous, spec.settings["seed"])
         try:
-            self._policy = megatron.build(architecture, layout, spec.settings["dtype"], options, self._weights)
+            self._learner = self._build(architecture, layout, method)
         except ReefError:
             megatron.leave_ranks()
             raise
-        self._form = Form(
-            packed=megatron.packs(spec.settings["dtype"]), divisor=layout.tensor if layout.sequence_parallel else 1
-        )
+        self._policy = self._learner.policy
         self._probe_ids = _probe_ids(architecture.vocab_size)
-        self._steps_done = 0
-        self._first_rng = checkpoint.rng_state()
+        self._first_rng = rng_state()
         self._saving: Saving | None = None
         self._sender = Sender()  # rank 0's
+
+    def _build(self, architecture: Architecture, layout: Layout, method: Method) -> Learner:
+        dtype, options = self._spec.settings["dtype"], options_of(self._spec.settings)
+        critic: Network | None = None
+        reference: Network | None = None
+        policy = megatron.build(architecture, layout, dtype, options, self._weights)
+        if method.critic is not None:
+            freeze = method.critic.critic_freeze
+            critic = megatron.build_critic(architecture, layout, dtype, options, self._critic_weights, freeze)
+        if method.uses_reference:
+            reference = megatron.build_reference(architecture, layout, dtype, options, self._reference_weights)
+        divisor = layout.tensor if layout.sequence_parallel else 1
+        self._form = Form(packed=megatron.packs(dtype), divisor=divisor)
+        return Learner(policy, critic, reference, self._form)
 
     def close(self) -> None:
         """Leave the process groups; the worker is of no use afterwards."""
@@ -72,62 +91,13 @@ class MegatronWorker:
         megatron.leave_ranks()
 
     def step(self, batch: Batch) -> StepResult:
-        """Take one optimizer step on a batch, as its own settings say. The same batch and state give the same bits.
+        """Learn from a batch, as its own settings say. The same batch and state give the same bits.
 
         Raises:
-            StepFailedError: the gradient is not finite. Weights, moments, schedule and random state are as before.
+            StepFailedError: as `Learner.step`.
         """
-        started = time.perf_counter()
         torch.set_num_threads(batch.settings["threads"])
-        method = build_method(batch.settings["method"])
-        rng = checkpoint.rng_state()
-        megatron.zero_gradients(self._policy)
-        try:
-            passed = train_pass(self._policy, self._microbatches(batch, method), method)
-            forward_backward = time.perf_counter()
-            lr = optimizer.apply_options(self._policy.optimizer, options_of(batch.settings), self._steps_done)
-            grad_norm = optimizer.update(self._policy.optimizer)
-        except ReefError:
-            checkpoint.set_rng_state(rng)
-            raise
-        self._steps_done += 1
-        reach("step.done")
-        finished = time.perf_counter()
-        metrics = {
-            **passed,
-            **method.metrics(batch.samples),
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "num_samples": float(len(batch.samples)),
-        }
-        seconds = {
-            "forward_backward": forward_backward - started,
-            "optimizer": finished - forward_backward,
-            "total": finished - started,
-        }
-        return StepResult(self._steps_done, metrics, seconds)
-
-    def _microbatches(self, batch: Batch, method: Method) -> list[Microbatch]:
-        """This data rank's share, filled up with empty ones so that every rank makes as many calls."""
-        advantages = method.advantages(batch.samples)
-        weights = method.token_weights(batch.samples)
-        ranks = parallel_state.get_data_parallel_world_size()
-        calls = max(1, -(-len(batch.microbatches) // ranks))
-        mine = list(batch.microbatches[parallel_state.get_data_parallel_rank() :: ranks])
-        mine += [()] * (calls - len(mine))
-        collated = []
-        for positions in mine:
-            rows = [i for i in positions if batch.samples[i].trains]
-            collated.append(
-                collate(
-                    [batch.samples[i] for i in rows],
-                    [advantages[i] for i in rows],
-                    [weights[i] for i in rows],
-                    device.current(),
-                    self._form,
-                )
-            )
-        return collated
+        return self._learner.step(batch)
 
     def logprobs(self, sequences: Sequence[Ids], temperature: float) -> list[Floats] | None:
         """Log-probabilities [T-1] of ids[1:] of each sequence; None on ranks without the last pipeline stage."""
@@ -135,9 +105,10 @@ class MegatronWorker:
         scored = False
         for positions in split([len(s) for s in sequences], self._spec.micro_batch_tokens):
             microbatch = collate_ids([sequences[i] for i in positions], temperature, device.current(), self._form)
-            logprobs_BT = score_pass(self._policy, microbatch)
-            if logprobs_BT is not None:
+            found = score_pass(self._policy, [microbatch])
+            if found is not None:
                 scored = True
+                logprobs_BT = found[0]
                 for (row, start), i in zip(microbatch.starts, positions, strict=True):
                     result[i] = logprobs_BT[row, start : start + len(sequences[i]) - 1].copy()
         return result if scored else None
@@ -212,7 +183,7 @@ class MegatronWorker:
     def save_begin(self, directory: Path) -> None:
         """Copy this rank's share of the state and have it written while other calls go on. One at a time."""
         assert self._saving is None, "the checkpoint before is not finished"
-        self._saving = Saving(directory, checkpoint.copy(self._policy, self._steps_done))
+        self._saving = Saving(directory, checkpoint.copy(self._policy, self._learner.critic, self._learner.counts))
 
     def save_done(self) -> bool:
         """Whether this rank has written its share, or was refused: `save_finish` will not wait for it."""
@@ -229,13 +200,18 @@ class MegatronWorker:
         self._saving = None
 
     def restore(self, directory: Path) -> int:
-        """Go back to a checkpoint, which any layout may have written; return the optimizer steps done by then.
+        """Go back to a checkpoint, which any layout may have written; return the steps done by then.
+
+        A critic that the checkpoint knows nothing of begins anew.
 
         Raises:
             LoadFailedError: as `checkpoint.restore`, on every rank.
         """
-        self._steps_done = checkpoint.restore(directory, self._policy, self._first_rng)
-        return self._steps_done
+        learner = self._learner
+        learner.counts, has_critic = checkpoint.restore(directory, self._policy, learner.critic, self._first_rng)
+        if not has_critic:
+            self._reset_critic()
+        return learner.counts.steps
 
     def load_weights(self, directory: Path) -> None:
         """Take a release's weights, as they are in its files. Moments, step count and random state stay.
@@ -249,12 +225,18 @@ class MegatronWorker:
         """Go back to what the worker was when it was made: the base model's weights, and no step taken."""
         megatron.load_weights(self._policy, self._weights)
         optimizer.forget_steps(self._policy.optimizer)
-        checkpoint.set_rng_state(self._first_rng)
-        self._steps_done = 0
+        self._reset_critic()
+        set_rng_state(self._first_rng)
+        self._learner.counts = Counts()
+
+    def _reset_critic(self) -> None:
+        if (critic := self._learner.critic) is not None:
+            megatron.load_weights(critic, self._critic_weights)
+            optimizer.forget_steps(critic.optimizer)
 
     def digest(self) -> str:
         """The sha256 (hex) of all that decides the next step, over all ranks: see `reef.training.digest`."""
-        return digest(self._policy, self._steps_done)
+        return digest(self._policy, self._learner.critic, self._learner.counts)
 
 
 def _probe_ids(vocab_size: int) -> Ids:

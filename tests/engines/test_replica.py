@@ -86,6 +86,28 @@ def test_a_load_pauses_loads_and_continues_and_the_pause_mode_says_whether_the_c
     with_replica(work, "--inference.pause-mode", mode)
 
 
+def test_the_time_in_which_a_replica_takes_no_requests_is_that_of_its_loads(with_replica, published) -> None:
+    async def slowly(http, body):
+        await asyncio.sleep(0.3)
+        return {"success": True}
+
+    async def work(replica, host):
+        before = replica.closed_s
+        await asyncio.sleep(0.2)  # it is open
+        assert replica.closed_s == before
+        host.engine.answers["/pause_generation"] = slowly
+        loading = asyncio.create_task(replica.load(published("r1", "/releases/r1", PROBE)))
+        await asyncio.sleep(0.15)
+        assert replica.closed_s - before > 0.1  # counted though it is not over yet
+        await loading
+        after = replica.closed_s
+        assert after - before >= 0.3
+        await asyncio.sleep(0.1)
+        assert replica.closed_s == after
+
+    with_replica(work)
+
+
 def loads_something_else(http, body):
     return {"success": True}
 

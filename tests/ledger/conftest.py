@@ -240,6 +240,7 @@ class Book:
             changes.get("settings", {"method": {"name": "grpo"}, "seed": 3}),
             changes.get("split", one_by_one),
             changes.get("now", NOW + 1),
+            changes.get("history_window", 0),
         )
         batch: Batch = self.read(batches.load, id)
         return batch

@@ -410,7 +410,7 @@ def test_an_older_ledger_is_not_read_and_not_migrated(tmp_path: Path) -> None:
         connection.executescript((Path(__file__).parent / "data" / "schema-1.sql").read_text())
     before = path.read_bytes()
     with (
-        pytest.raises(LedgerError, match="schema version 1, and 3 is needed to read it"),
+        pytest.raises(LedgerError, match="schema version 1, and 4 is needed to read it"),
         open_reading(f"sqlite:///{path}"),
     ):
         pass

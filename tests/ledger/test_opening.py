@@ -64,7 +64,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(sqlite_book: A
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
         connection.execute("CREATE TABLE of_the_future (id INTEGER)")
     before, files = path.read_bytes(), sorted(path.name for path in path.parent.iterdir())
-    with pytest.raises(LedgerError, match="schema version 99, this Reef knows versions up to 3"):
+    with pytest.raises(LedgerError, match="schema version 99, this Reef knows versions up to 4"):
         Ledger.open(book.url)
     assert path.read_bytes() == before
     assert sorted(path.name for path in path.parent.iterdir()) == files
@@ -177,7 +177,7 @@ def test_a_ledger_of_version_1_is_backed_up_and_brought_forward_with_all_it_hold
     with contextlib.closing(sqlite3.connect(f"{old}.schema-1")) as connection:
         assert "\n".join(connection.iterdump()) + "\n" == script
     with contextlib.closing(sqlite3.connect(old)) as connection:
-        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("3",)
+        assert connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone() == ("4",)
         assert connection.execute("SELECT id, releases FROM reports ORDER BY seq").fetchall() == [
             *((f"rep{number}", '["r0"]') for number in range(5, 9)),
             ("rep-note", '["r0"]'),

@@ -43,3 +43,10 @@ def test_an_unknown_scenario_is_named(book: Any) -> None:
         with pytest.raises(NotFoundError, match="no scenario nothing") as missing:
             book.write(op, *arguments)
         assert missing.value.code == "scenario_not_found"
+
+
+def test_a_service_that_is_started_with_another_recipe_trains_by_that(book: Any) -> None:
+    book.write(scenarios.create, "arithmetic", "grpo", 1.0)
+    book.write(scenarios.set_recipe, "sao")
+    assert book.read(scenarios.get, "arithmetic").recipe == "sao"
+    assert book.write(scenarios.create, "arithmetic", "sao", 2.0)[1] is False

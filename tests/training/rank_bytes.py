@@ -15,6 +15,7 @@ import torch
 
 with warnings.catch_warnings():  # Megatron says at import that it has no Transformer Engine and no Apex
     warnings.simplefilter("ignore")
+    from reef.training.megatron import Network
     from reef.training.worker import MegatronWorker
 
 from reef.config import Layout
@@ -23,7 +24,11 @@ from reef.training.actor import WorkerSpec
 
 def measure(worker: MegatronWorker) -> dict[str, int]:
     """Bytes of a worker's parameters, of its gradient buffers, and of what the optimizer holds beside them."""
-    policy = worker._policy
+    return measure_network(worker._policy)
+
+
+def measure_network(policy: Network) -> dict[str, int]:
+    """The same of one model that learns."""
     parameters = list(policy.module.parameters())
     theirs = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     states: list[torch.Tensor] = []

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from reef.config import Layout, OptimizerOptions
+from reef.config import Layout
 from reef.errors import ConfigError
+from reef.options import OptimizerOptions
 from reef.training.architecture import Architecture, Experts, check_layout, check_recompute
 
 DENSE: Mapping[str, Any] = {

@@ -22,7 +22,7 @@ from reef.training.packing import split
 from reef.training.settings import settings
 from reef.training.worker import MegatronWorker
 from reef.types import Batch, Sample
-from tests.training.rank_bytes import measure
+from tests.training.rank_bytes import measure, measure_network
 
 pytestmark = pytest.mark.slow  # whole workers, measured
 
@@ -71,6 +71,21 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(
     config = config_of(dtype)
     need = computed(path, config)
     assert (need.weights, need.gradients, need.optimizer) == tuple(measure(started(path, config)).values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("freeze", ["none", "attention"])
+@pytest.mark.parametrize("model", ["starter", "llama", "qwen3_moe"])
+def test_those_of_a_critic_and_a_reference_beside_it_too(
+    started: Any, make_model: Any, starter: Path, model: str, freeze: str, dtype: str
+) -> None:
+    path = starter if model == "starter" else make_model(model, tied=False)
+    recipe = {"implementation": "sao", "config": {"critic-freeze": freeze, "kl": "loss", "kl-coef": 0.1}}
+    config = Config.model_validate({"recipe": recipe, "training": {"dtype": dtype}})
+    learner = started(path, config)._learner
+    beside = sum(measure_network(learner.critic).values())
+    beside += sum(p.numel() * p.element_size() for p in learner.reference.module.parameters())
+    assert computed(path, config).beside == beside
 
 
 def test_those_of_a_model_of_50_million_parameters_too(started: Any, make_model: Any) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from reef.config import OptimizerOptions, load
+from reef.config import load
 from reef.errors import ConfigError
+from reef.options import OptimizerOptions
 from reef.training import optimizer
 from reef.training.settings import built_with, layout_of, options_of, taken_again
 from reef.training.worker import MegatronWorker
