@@ -123,8 +123,9 @@ def _wilson(share: float, size: float) -> Figure:
 
 
 def _mark(alarm: AlarmSection, since: Link, now: Link, drop: float, least: float, rise: float) -> Mark:
+    steps = now.step - since.step
     message = (
-        f"{alarm.metric} fell by {drop:.4g} (surely by {least:.4g}) since {since.release_id}, "
-        f"{now.step - since.step} steps before, while the reward rose by {rise:.4g}"
+        f"{alarm.metric} fell by {drop:.4g} (95%: by {least:.4g} at least) since {since.release_id}, "
+        f"{steps} step{'' if steps == 1 else 's'} before, while the reward rose by {rise:.4g}"
     )
     return Mark(alarm.metric, since.release_id, drop, least, rise, message)

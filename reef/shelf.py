@@ -36,6 +36,12 @@ BOUNDS: dict[str, Bounds] = {
 DIS_PRESETS: dict[str, Bounds] = {"reasoning": Bounds(0.3, 5.0), "coding": Bounds(0.8, 3.0)}
 
 
+class CriticOptions(OptimizerOptions):
+    """As `training.options`, of the critic."""
+
+    lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
+
+
 class ShelfConfig(Section):
     """What `grpo` and `sao` share."""
 
@@ -73,7 +79,7 @@ class ShelfConfig(Section):
 
     correction: Literal["none", "tis", "icepop", "mis"] = Field(
         "none",
-        description="Engine and trainer disagree: weigh tokens (tis), weigh or leave out (icepop), or leave out (mis).",
+        description="Engine and trainer disagree: weigh tokens (tis), or weigh and leave out (icepop; mis: by level).",
     )
     correction_level: Literal["token", "sequence", "geometric"] = Field(
         "token", description="mis: by token, by the product over a sequence, or by its geometric mean."
@@ -276,8 +282,8 @@ class SaoConfig(ShelfConfig):
     critic_value_clip: float | None = Field(
         0.2, gt=0, description="Furthest that one update may move a value, PPO's clipped value loss; none: no clipping."
     )
-    critic_options: OptimizerOptions = Field(
-        default_factory=lambda: OptimizerOptions(lr=5e-4), description="The critic's optimizer and schedule."
+    critic_options: CriticOptions = Field(
+        default_factory=lambda: CriticOptions(), description="The critic's optimizer and schedule."
     )
 
     @property
@@ -293,7 +299,7 @@ class SaoConfig(ShelfConfig):
         )
         if not self.has_critic:
             changed = [_say(name) for name in only_gae if self._is_changed(name)]
-            if self.critic_options != OptimizerOptions(lr=5e-4):
+            if self.critic_options != CriticOptions():
                 changed.append("critic-options")
             if changed:
                 _refuse(f"{changed[0]} is set", f"advantage is {self.advantage}, which has no critic")

@@ -143,8 +143,8 @@ class WandbLog:
         run.define_metric("*", step_metric=_ROLLOUTS)
         rollouts: int | None = None
         while True:
-            stopping = self._stopping.is_set()  # before the look: what is written until then is in it
-            self._wake.clear()
+            self._wake.clear()  # first: what wakes from here on is seen at the next look
+            stopping = self._stopping.is_set()
             written = after
             while rows := self._ask(self._ledger.read(curve.points, self._scenario, after, rollouts, PAGE)):
                 for release, rollouts in rows:

@@ -261,9 +261,10 @@ class House:
             await self.loop
         self.ledger.close()
 
-    async def grade(self, scores: tuple[float, ...] = (0.0, 1.0)) -> list[str]:
+    async def grade(self, scores: tuple[float, ...] = (0.0, 1.0), group: str | None = None) -> list[str]:
         """One group of graded answers from the release that is served; the names of the reports."""
         names = [next(self.names) for _ in scores]
+        group = group or names[0]
         for score, name in zip(scores, names, strict=True):
             request = Request(
                 id=f"req-{name}",
@@ -280,14 +281,14 @@ class House:
             generation = Generation(ids, logprobs, FinishReason.STOP, spans)
             receipt = receipts.make(request, 0, generation, "fake", name, 0.0)
             await self.ledger.write(receipts.record, request, [receipt])
-            body = {"references": [name], "score": score, "group": names[0]}
-            report = Report(name, SCENARIO, (name,), body, score, group=names[0])
+            body = {"references": [name], "score": score, "group": group}
+            report = Report(name, SCENARIO, (name,), body, score, group=group)
             await self.ledger.write(reports.accept, report, True, time.time())
         self.dispatcher.notify()
         return names
 
-    async def grade_and_wait(self, scores: tuple[float, ...] = (0.0, 1.0)) -> list[str]:
-        names = await self.grade(scores)
+    async def grade_and_wait(self, scores: tuple[float, ...] = (0.0, 1.0), group: str | None = None) -> list[str]:
+        names = await self.grade(scores, group)
         await self.waits()
         return names
 

@@ -47,7 +47,7 @@ def test_it_rings_where_the_metric_falls_and_the_reward_rises() -> None:
     assert mark == Mark("accuracy", "r0", 0.25, 0.25, 1.0, mark.message if mark else "")
     assert mark is not None
     assert mark.message == (
-        "accuracy fell by 0.25 (surely by 0.25) since r0, 2 steps before, while the reward rose by 1"
+        "accuracy fell by 0.25 (95%: by 0.25 at least) since r0, 2 steps before, while the reward rose by 1"
     )
 
 
@@ -217,7 +217,7 @@ print('{"accuracy": 0.75}' if first else '{"accuracy": 0.5}')
         assert [release.state for release in (first, second)] == [ReleaseState.RELEASED] * 2
         (message,) = [record.getMessage() for record in caplog.records if "alarm" in record.getMessage()]
         assert message.startswith(f"alarm on release {second.id}: accuracy fell by 0.25 ")
-        assert f"since {first.id}, 1 steps before, while the reward rose by 1" in message
+        assert f"since {first.id}, 1 step before, while the reward rose by 1" in message
         await house.stop()
 
     with caplog.at_level(logging.WARNING, "reef"):

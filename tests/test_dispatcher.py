@@ -550,6 +550,24 @@ def test_a_release_counts_what_was_dropped_since_the_one_before_by_reason(house:
     asyncio.run(live())
 
 
+def test_a_stale_member_of_a_group_counts_as_dropped_in_the_release_that_its_group_made(tmp_path: Path) -> None:
+    house = House(tmp_path / "run", "--recipe.config.max-staleness", "0")
+
+    async def live() -> None:
+        await house.open()
+        house.run()
+        (old,) = await house.grade_and_wait((0.0,), "slow")
+        await house.grade_and_wait()
+        (fresh,) = await house.grade_and_wait((1.0,), "slow")
+        assert [await house.state(name) for name in (old, fresh)] == [("dropped", "stale"), ("trained", None)]
+        _, first, second = (release.metrics for release in await house.chain())
+        assert (first.get("dropped/stale"), second["dropped/stale"]) == (None, 1.0)
+        assert house.metrics.drops.labels("stale")._value.get() == 1
+        await house.stop()
+
+    asyncio.run(live())
+
+
 def test_while_the_gate_holds_a_release_the_trainer_does_not_wait_for_samples(tmp_path: Path) -> None:
     house = House(tmp_path / "run", "--evaluation.gate", "{accuracy: {min: 0.5}}")
 

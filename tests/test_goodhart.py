@@ -17,7 +17,7 @@ from reef import cli
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RELEASES, EVERY, HELD_OUT = 24, 12, 200
-DROP, RISE = 0.1, 0.5
+DROP, RISE = 0.1, 0.25
 ALARM = {"metric": "accuracy", "drop": DROP, "reward-rise": RISE, "window": 40}
 SETTINGS = ("--training.options.lr", "3e-4", "--observability.alarms", json.dumps([ALARM]))
 

@@ -114,3 +114,14 @@ def test_a_critic_warms_up_is_killed_and_replayed_rolled_back_to_and_left_behind
     service.start()
     assert len(releases(service)) == 7
     assert service.stop() == 0
+
+
+def test_a_method_of_ones_own_trains_by_its_dotted_path(make_service: Callable[..., Any]) -> None:
+    own = ("--recipe.scenario", "s", "--recipe.implementation", "tests.methods.own_method:Imitate")
+    service = make_service(*own, "--recipe.config.batch-size", "2").start()  # two of four have scored 1
+    made = train(service, 1)
+    assert made["operation"] == "train"
+    assert made["metrics"]["imitated_logprob"] < 0
+    assert made["metrics"]["Imitate/policy_lag_max"] == 0
+    assert "own_method:Imitate" in service.get("/reef/scenarios/s/contract").text
+    assert service.stop() == 0

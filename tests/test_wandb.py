@@ -301,10 +301,10 @@ def test_the_files_of_several_lives_are_synced_as_one_run_whatever_a_killed_one_
     second = files(runs)[1]
     second.write_bytes(second.read_bytes()[:-5])  # its last record, which says that it ended, is torn
     with serving() as server:
-        there = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
+        env = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
         for run in sorted(runs.glob("offline-run-*")):  # as docs/observability.md says
             command = [str(Path(sys.executable).with_name("wandb")), "sync", str(run)]
-            subprocess.run(command, env={**os.environ, **there}, capture_output=True, timeout=60, check=True)
+            subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=60, check=True)
         written = [(row["_step"], row["reward_mean"]) for row in server.runs[run_id]]
         assert written == [(number, number / 4) for number in range(1, 6)]
         assert list(server.runs) == [run_id]

@@ -29,7 +29,7 @@ STEPS = 4  # of each problem
 MAX_TOKENS = 64
 BONUS = 1.0  # a character more pays as much as a right answer
 LR = 3e-4
-ALARM = {"metric": "accuracy", "drop": 0.1, "reward-rise": 0.5, "window": 40}
+ALARM = {"metric": "accuracy", "drop": 0.1, "reward-rise": 0.25, "window": 40}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, and_, select
 
 from reef.alarms import Link, Mark, judge
 from reef.config import AlarmSection
@@ -32,16 +32,18 @@ def add(
 
 
 def marks(connection: Connection, found: Iterable[Release], alarms: Alarms) -> dict[str, tuple[Mark, ...]]:
-    """The alarms that releases ring, by release; those that ring none are left out."""
-    if not alarms:
-        return {}
+    """The alarms that releases of one scenario ring, by release; those that ring none are left out."""
     asked = list(found)
-    measured = releases.evaluations_of(connection, [release.id for release in asked])
-    rung = {
-        release.id: judge(alarms, _path(connection, release, _widest(alarms)))
-        for release in asked
-        if release.id in measured
-    }
+    if not alarms or not asked:
+        return {}
+    links = _links(connection, asked, _widest(alarms))
+    measured = {link.release_id for _, link in links if link.results}
+    rung = {}
+    for release in asked:
+        if release.id in measured:
+            ranges = releases.ancestry(connection, release.scenario, release.number)
+            path = [link for number, link in links if releases.is_among(ranges, number)]
+            rung[release.id] = judge(alarms, path)
     return {release_id: found for release_id, found in rung.items() if found}
 
 
@@ -73,18 +75,22 @@ def _measured_near(connection: Connection, release: Release, alarms: Alarms) -> 
     return [release, *later]
 
 
-def _path(connection: Connection, release: Release, window: int) -> list[Link]:
-    """`release` and its ancestors within `window` steps, oldest first."""
-    ranges = releases.ancestry(connection, release.scenario, release.number)
-    query = (
-        select(table.c.id, table.c.number, table.c.step, table.c.metrics)
-        .where(table.c.scenario == release.scenario, table.c.number <= release.number)
-        .where(table.c.step >= release.step - window)
-        .order_by(table.c.number)
+def _links(connection: Connection, asked: Sequence[Release], window: int) -> list[tuple[int, Link]]:
+    """Those of the chain that are asked for, or may be compared with one: each with its number, oldest first."""
+    near = and_(
+        table.c.scenario == asked[0].scenario,
+        table.c.number <= max(release.number for release in asked),
+        table.c.step >= min(release.step for release in asked) - window,
     )
-    rows = [row for row in connection.execute(query).all() if releases.is_among(ranges, row.number)]
-    results = releases.evaluations_of(connection, [row.id for row in rows])
-    return [Link(row.id, row.step, from_json(row.metrics).get("reward_mean"), results.get(row.id, [])) for row in rows]
+    results: dict[str, list[Any]] = {}
+    measured = select(evaluations.c.release_id, evaluations.c.body).join(table, table.c.id == evaluations.c.release_id)
+    for row in connection.execute(measured.where(near).order_by(evaluations.c.seq)):
+        results.setdefault(row.release_id, []).append(from_json(row.body))
+    query = select(table.c.id, table.c.number, table.c.step, table.c.metrics).where(near).order_by(table.c.number)
+    return [
+        (row.number, Link(row.id, row.step, from_json(row.metrics).get("reward_mean"), results.get(row.id, [])))
+        for row in connection.execute(query)
+    ]
 
 
 def _widest(alarms: Alarms) -> int:

@@ -28,6 +28,7 @@ MakeBatch = Callable[..., Batch]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SHARDED = {"use_distributed_optimizer": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 Layout = tuple[Mapping[str, Any], Mapping[str, Any]]
 DENSE: dict[str, Layout] = {
     "one rank": ({}, {}),
@@ -37,12 +38,12 @@ DENSE: dict[str, Layout] = {
     "tensor 2, sequence": ({"tensor": 2, "sequence_parallel": True}, {}),
     "data 2": ({"data": 2}, {}),
     "data 2, distributed optimizer, overlapped": ({"data": 2}, SHARDED | {"overlap_grad_reduce": True}),
-    "one rank again": ({}, {}),
+    "one rank again, recomputed": ({}, RECOMPUTED),
 }
 FROZEN: dict[str, Layout] = {
     "one rank": ({}, {}),
     "data 2, distributed optimizer": ({"data": 2}, SHARDED),
-    "tensor 2, sequence": ({"tensor": 2, "sequence_parallel": True}, {}),
+    "tensor 2, sequence, recomputed": ({"tensor": 2, "sequence_parallel": True}, RECOMPUTED),
 }
 EXPERTS: dict[str, Layout] = {
     "one rank": ({}, {}),

@@ -51,14 +51,14 @@ def reference_logprobs(worker: MegatronWorker, batch: Batch) -> list[Floats]:
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_three_steps_with_a_kl_equal_three_of_plain_pytorch(
+def test_steps_with_a_kl_equal_those_of_plain_pytorch(
     make_worker: MakeWorker, make_model: MakeModel, make_batch: MakeBatch, tmp_path: Path, where: str, estimator: str
 ) -> None:
     method = {"kl": where, "kl_coef": 0.3, "kl_estimator": estimator, "critic_value_clip": None}
     with working(make_worker, make_model(), method_settings(**method)) as worker:
         batch = sao_batch(make_batch, worker.logprobs, noise=0.2, temperature=0.8, method=method)
         plain = PlainSao(batch, make_model())
-        for _ in range(3):
+        for _ in range(2):  # at the first there is no distance yet, and no gradient of k2 and k3
             metrics, expected = worker.step(batch).metrics, plain.step(batch)
             assert metrics["critic/loss"] == pytest.approx(expected.critic_loss, rel=2e-4)
             assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-3, abs=1e-5)
@@ -161,7 +161,7 @@ def test_a_reference_that_is_built_otherwise_is_refused_before_ranks_meet(
     make_worker: MakeWorker, make_model: MakeModel
 ) -> None:
     method = grpo(kl_reference=str(make_model(num_hidden_layers=3)))
-    with pytest.raises(ConfigError, match=r"kl-reference .*: num_layers is 3, expected 2") as error:
+    with pytest.raises(ConfigError, match=r"kl-reference: .*: num_layers is 3, expected 2") as error:
         make_worker(make_model(), method=method)
     assert error.value.param == "recipe.config.kl-reference"
     assert not dist.is_initialized()
