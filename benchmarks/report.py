@@ -231,22 +231,23 @@ def trl() -> str:
     )
 
 
+def with_trl(page: str, section: str) -> str:
+    """The page with this for its TRL section, the last one."""
+    return page.partition(TRL_TITLE)[0] + section
+
+
 def put_trl() -> None:
     """Write the TRL section anew and leave the rest of the page."""
-    PAGE.write_text(PAGE.read_text(encoding="utf-8").partition(TRL_TITLE)[0] + trl(), encoding="utf-8")
-
-
-def kept_trl() -> str:
-    """The TRL section as the page has it."""
-    _, title, text = PAGE.read_text(encoding="utf-8").partition(TRL_TITLE)
-    return title + text
+    PAGE.write_text(with_trl(PAGE.read_text(encoding="utf-8"), trl()), encoding="utf-8")
 
 
 def main() -> None:
     machine = read("loop")["machine"]
     text = f"{machine['cores']} cores, no GPU, {machine['platform']}, Python {machine['python']}"
     parts = (demo, loop, gateway, ledger, engine, step, publish, checkpoint)
-    PAGE.write_text(HEAD.format(machine=text) + "".join(part() for part in parts) + kept_trl(), encoding="utf-8")
+    _, title, kept = PAGE.read_text(encoding="utf-8").partition(TRL_TITLE)
+    page = HEAD.format(machine=text) + "".join(part() for part in parts)
+    PAGE.write_text(with_trl(page, title + kept), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Discriminator, Field, SecretStr, Tag, ValidationError, model_validator
+from pydantic import BaseModel, Discriminator, Field, SecretStr, Tag, ValidationError, field_validator, model_validator
 
 from reef import keys
 from reef.errors import ConfigError
@@ -222,6 +222,14 @@ class GrpoRecipe(RecipeSection):
 
     config: GrpoConfig = Field(default_factory=lambda: GrpoConfig(), description="The method's settings.")
 
+    @model_validator(mode="after")
+    def _compares_several(self) -> "GrpoRecipe":
+        if self.config.group_size == 1:  # here, since batches of an older Reef may have it
+            raise ValueError(
+                "recipe.config: group-size is 1, but a rollout alone is compared with nothing: use implementation sao"
+            )
+        return self
+
     @property
     def values(self) -> dict[str, Any]:
         """As `RecipeSection.values`."""
@@ -252,6 +260,19 @@ class CustomRecipe(RecipeSection):
         """As `RecipeSection.values`."""
         return {name.replace("-", "_"): value for name, value in self.config.items()}
 
+    @field_validator("config", mode="before")
+    @classmethod
+    def _nothing_is_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _no_name(self) -> "CustomRecipe":
+        if "name" in self.config:
+            raise ValueError(
+                "recipe.config.name: a batch's settings keep the method's own name there; call it otherwise"
+            )
+        return self
+
     @model_validator(mode="after")
     def _dotted_path(self) -> "CustomRecipe":
         if not _CLASS_PATH.fullmatch(self.implementation):
@@ -268,7 +289,7 @@ RECIPES: Mapping[str, type[RecipeSection]] = {"grpo": GrpoRecipe, "sao": SaoReci
 def recipe_of(values: Any) -> type[RecipeSection]:
     """The section that a `recipe` is checked by: its `implementation` says."""
     name = values.get("implementation") if isinstance(values, dict) else getattr(values, "implementation", None)
-    return RECIPES.get(str(name or "grpo"), CustomRecipe)
+    return RECIPES.get("grpo" if name is None else str(name), CustomRecipe)
 
 
 class Layout(Section):
@@ -531,9 +552,13 @@ def load(path: Path | None, flags: Sequence[str] = (), environ: Mapping[str, str
         ConfigError: the file is not there or not YAML, a key is unknown, or a value does not fit.
     """
     environ = os.environ if environ is None else environ
-    values = _normalise(_expand(_read(path), environ, where=str(path)))
+    read = _expand(_read(path), environ, where=str(path))
+    values = _normalise(read)
     for dotted, value in [*_from_environ(environ), *_from_flags(flags)]:
         _set(values, dotted, value)
+    recipe = values.get("recipe")
+    if recipe_of(recipe) is CustomRecipe and isinstance(recipe, dict) and isinstance(recipe.get("config"), dict):
+        recipe["config"] |= _as_written(read, recipe["config"])
     _refuse_unknown(Config, values, ())
     try:
         return Config.model_validate(values)
@@ -583,6 +608,13 @@ def _normalise(value: Any) -> Any:
     if isinstance(value, dict):
         return {kebab(str(key)): _normalise(item) for key, item in value.items()}
     return value
+
+
+def _as_written(read: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a method of the user's own: what stands below its settings in the file, whose keys are its own affair."""
+    written = (read.get("recipe") or {}).get("config") or {}
+    kept = {kebab(str(name)): value for name, value in written.items() if isinstance(value, dict | list)}
+    return {name: value for name, value in kept.items() if _normalise(value) == config.get(name)}
 
 
 def _from_environ(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
@@ -658,6 +690,8 @@ def _refuse_unknown(model: type[BaseModel], values: Any, path: tuple[str, ...]) 
         dotted = ".".join((*path, key))
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
+            if path == ("recipe", "config") and (owner := _method_with(key)):
+                raise ConfigError(f"{dotted} belongs to implementation {owner}", param=dotted)
             hint = f"; did you mean {'.'.join((*path, near[0]))}?" if near else f"; known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown key {dotted}{hint}", param=dotted)
         inner = recipe_of(value) if model is Config and key == "recipe" else known[key].annotation
@@ -666,6 +700,15 @@ def _refuse_unknown(model: type[BaseModel], values: Any, path: tuple[str, ...]) 
         elif (entry := entries_of(inner)) is not None and isinstance(value, list):
             for item in value:
                 _refuse_unknown(entry, item, (*path, key))
+
+
+def _method_with(key: str) -> str | None:
+    """The method that has this setting in its recipe.config."""
+    for name, recipe in RECIPES.items():
+        config = recipe.model_fields["config"].annotation
+        if isinstance(config, type) and issubclass(config, Section) and key in map(kebab, config.model_fields):
+            return name
+    return None
 
 
 def entries_of(annotation: Any) -> type[Section] | None:
@@ -681,6 +724,8 @@ def _explain(detail: Any) -> str:
         message = message.replace("training.options.", "recipe.config.critic-options.")
     if detail["type"] == "value_error":
         return message
+    if detail["type"] == "model_type":
+        message = "expected a mapping of settings"
     value = detail.get("input")
     shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)
     if where.startswith("reef.token") and not where.endswith((".name", ".roles", ".scenarios")):

@@ -22,6 +22,7 @@ from reef.delivery import Delivery
 from reef.engines.pool import Engines
 from reef.errors import (
     BusyError,
+    ConfigError,
     ConflictError,
     DamagedError,
     GoneError,
@@ -43,7 +44,7 @@ from reef.recovery import Recovery
 from reef.storage import Storage
 from reef.training import packing
 from reef.training.cluster import Trainer
-from reef.training.settings import settings, taken_again
+from reef.training.settings import models_beside, settings, taken_again
 from reef.types import Batch, Drop, Operation, Release, ReleaseState, Selection
 from reef.wandb_log import WandbLog
 
@@ -339,11 +340,16 @@ class Dispatcher:
         batch = await self._load(batch_id)
         if batch is None:
             return None
-        wanted = build(batch.settings["method"])
-        lacks_critic = wanted.critic is not None and self._method.critic is None
-        if not lacks_critic and not (wanted.uses_reference and not self._method.uses_reference):
+        ours = models_beside(self._settings["method"])
+        try:
+            theirs = models_beside(batch.settings["method"])
+        except ConfigError as error:  # a class that is no longer there, or takes other settings
+            theirs, why = {"recipe.implementation": "?"}, error.message
+        else:
+            why = "its models beside the policy are not those of the workers"
+        if all(ours.get(setting) == value for setting, value in theirs.items()):
             return batch
-        log.warning("batch %s was reserved under another recipe and is given up; its reports come again", batch_id)
+        log.warning("batch %s of another recipe is given up, its reports come again: %s", batch_id, why)
         await self._ledger.write_owned(batches.abort, str(self.chain.scenario), time.time())
         self._wake.set()
         return None
@@ -377,7 +383,9 @@ class Dispatcher:
         seconds = time.perf_counter() - started
         if release.state is ReleaseState.PENDING:
             await self.chain.hold(release, self.notify)
-        elif not self._is_served(release):
+        elif self._is_served(release):
+            self._engines.call_also(release.id)
+        else:
             await self.chain.serve(release)
         await self.chain.keep(release, seconds)
 
@@ -412,7 +420,7 @@ class Dispatcher:
         self._count_dropped("stale", len({s.report_id for s in batch.samples if not s.trains}))
         num_tokens = sum(int(s.mask.sum()) for s in batch.samples if s.trains)
         # In bfloat16 the base comes out rounded, so that even a step of the critic alone may change what is published.
-        unchanged = not result.trained_policy and head.restorable and published.content_id == head.content_id
+        unchanged = not result.trained_policy and await self._is_held(batch.scenario, published.content_id)
         release = Release(
             id=release_id,
             scenario=batch.scenario,
@@ -433,7 +441,7 @@ class Dispatcher:
                 "seconds/publish": published_at - stepped,
                 **self._pace.figures(num_tokens, stepped - started),
             },
-            verified_at=head.verified_at or head.created_at if unchanged else None,
+            verified_at=time.time() if unchanged else None,
             state=ReleaseState.PENDING if self.gate.holds and not unchanged else ReleaseState.RELEASED,
         )
         self.progress.phase = "committing"
@@ -450,6 +458,14 @@ class Dispatcher:
         self._pace.committed(seconds)
         self._show(release)
         return release
+
+    async def _is_held(self, scenario: str, content_id: str) -> bool:
+        """Whether what engines hold has this content, and files to restart by."""
+        served = self._engines.served
+        if served is None:
+            return False
+        held = await self._ledger.read(releases.get, scenario, served)
+        return held.restorable and held.content_id == content_id
 
     async def _again(self, batch_id: str, attempt: int, error: str) -> None:
         """Attempt number `attempt` has failed: once more, or the batch ends."""
@@ -549,6 +565,7 @@ class Dispatcher:
 
     def _show(self, release: Release) -> None:
         self.progress.error = None
+        self._metrics.step_metrics.clear()
         for name, value in release.metrics.items():
             self._metrics.step_metrics.labels(name).set(value)
         self._wandb.write(release.scenario)

@@ -24,7 +24,8 @@ from reef.training.settings import built_with
 from reef.types import Batch, Published, Release
 
 # What a replay needs as it was.
-MUST_AGREE = frozenset(("training.dtype", "training.seed", "recipe.config.critic-path", "recipe.config.critic-freeze"))
+BESIDE = ("recipe.config.critic-path", "recipe.config.critic-freeze", "recipe.config.kl-reference")
+MUST_AGREE = frozenset(("training.dtype", "training.seed", *BESIDE))
 Store = Callable[..., Awaitable[Any]]  # calls its first argument with the rest, until disk and database let it
 
 
@@ -77,6 +78,13 @@ def check_settings(release: Release, batch: Batch, settings: Mapping[str, Any]) 
     """
     then, now = built_with(batch.settings), built_with(settings)
     changed = {name: now.get(name, "not there") for name, value in then.items() if now.get(name) != value}
+    theirs, ours = batch.settings["method"]["name"], settings["method"]["name"]
+    if theirs != ours and changed.keys() & set(BESIDE):
+        raise ConfigError(
+            f"recipe.implementation is {ours}, but {release.id} was trained by {theirs} with a model beside the "
+            f"policy, and must be trained again: start with {theirs} once and stop it in order, then with {ours}",
+            param="recipe.implementation",
+        )
     for name in sorted(changed.keys() & MUST_AGREE):
         raise ConfigError(
             f"{name} is {changed[name]}, but {release.id} was trained with {then[name]} and must be trained again: "

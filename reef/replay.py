@@ -6,7 +6,7 @@ The same code brings the trainer back after a crash: `reef.recovery.replay`.
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +14,10 @@ from reef.config import Config, RecipeSection
 from reef.errors import ConfigError, ConflictError, GoneError
 from reef.ledger import batches, releases, scenarios
 from reef.ledger.reading import open_reading
-from reef.methods.base import build
 from reef.recovery import replay
 from reef.training.cluster import Trainer
 from reef.training.manifest import content_id_of
-from reef.training.settings import recipe_from, settings
+from reef.training.settings import models_beside, recipe_from, settings
 from reef.types import Release
 
 T = TypeVar("T")
@@ -98,13 +97,23 @@ async def _run(config: Config, scenario: str | None, to: str | None, directory: 
 
 
 async def _recipe(read: Callable[..., Awaitable[Any]], steps: Sequence[Release]) -> RecipeSection | None:
-    """The recipe of the first step that needs a critic or a reference; None where none does."""
+    """The recipe that has every model that steps need beside the policy; None where none is needed.
+
+    Raises:
+        ConflictError: no single one has them all.
+    """
+    chosen: tuple[Release, Mapping[str, Any]] | None = None
     for release in steps:
         method = (await read(batches.settings_of, release.batch_id))["method"]
-        wanted = build(method)
-        if wanted.critic is not None or wanted.uses_reference:
-            return recipe_from(method)
-    return None
+        needed = models_beside(method)
+        if chosen is None or needed.items() > models_beside(chosen[1]).items():
+            chosen = (release, method) if needed else chosen
+        elif not needed.items() <= (held := models_beside(chosen[1])).items():
+            raise ConflictError(
+                f"{release.id} was trained beside {needed}, {chosen[0].id} beside {held}: no workers have both, and "
+                "one replay cannot go over the two; replay up to the release before with --to"
+            )
+    return None if chosen is None else recipe_from(chosen[1])
 
 
 async def _target(read: Callable[..., Awaitable[Any]], scenario: str | None, to: str | None) -> Release:

@@ -8,7 +8,7 @@ docs/methods.md. What cannot go together is refused when serve.yaml is read, wit
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from reef.options import OptimizerOptions
 from reef.section import Section
@@ -73,7 +73,7 @@ class ShelfConfig(Section):
         5.0, gt=0, description="decoupled: largest weight proximal / engine; more is left out."
     )
     proximal: Literal["trainer", "interpolated"] = Field(
-        "trainer", description="decoupled: the policy before the step, or the approximation by a sample's age."
+        "interpolated", description="decoupled: between engine and trainer by a sample's age, or the trainer's own."
     )
     dppo_kl: float = Field(1e-3, ge=0, description="dppo: weight of the squared log-ratio.")
 
@@ -97,7 +97,9 @@ class ShelfConfig(Section):
 
     kl: Literal["none", "loss", "reward"] = Field("none", description="Where the KL to a frozen reference is counted.")
     kl_coef: float = Field(0.0, ge=0, description="Its weight.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimator.")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None, description="Schulman's estimator; none: k1 in the reward, k3 in the loss."
+    )
     kl_reference: Path | None = Field(None, description="The reference's model directory; none: the base model.")
 
     aggregation: Literal["rollout-mean", "token-mean", "token-sum", "sequence-mean"] = Field(
@@ -128,6 +130,14 @@ class ShelfConfig(Section):
         )
 
     @property
+    def estimator(self) -> Literal["k1", "k2", "k3"]:
+        """The KL's estimator: as configured, or what its place asks for.
+
+        In a reward only k1's gradient is that of the KL; in a loss k1's is 0 on average.
+        """
+        return self.kl_estimator or ("k1" if self.kl == "reward" else "k3")
+
+    @property
     def correction_bounds(self) -> Bounds:
         """The least and the largest weight of the correction as configured."""
         default = {"tis": Bounds(0.0, 2.0), "icepop": Bounds(0.5, 5.0), "mis": Bounds(0.5, 2.0)}[self.correction]
@@ -135,6 +145,14 @@ class ShelfConfig(Section):
             default.low if self.correction_low is None else self.correction_low,
             default.high if self.correction_high is None else self.correction_high,
         )
+
+    @field_validator("kl_reference", "critic_path", mode="after", check_fields=False)
+    @classmethod
+    def _whole_path(cls, path: Path | None) -> Path | None:
+        """Workers may run in another directory, and a replay later."""
+        if path is not None and not path.name:
+            raise ValueError(f"recipe.config: expected the path of a model directory, got {str(path)!r}")
+        return None if path is None else path.absolute()
 
     @model_validator(mode="after")
     def _ratio_has_its_own(self) -> "ShelfConfig":
@@ -158,6 +176,12 @@ class ShelfConfig(Section):
                 _refuse(f"{_say(name)} is set", f"ratio is {self.ratio}: only {ratio} has a use for it")
         if self.dis_preset is not None and (self.clip_low is not None or self.clip_high is not None):
             _refuse("dis-preset gives both bounds", "clip-low or clip-high is set too: leave one of them out")
+        if self.ratio == "dis" and 0.0 in self.bounds:
+            _refuse(
+                "a bound of dis is 0", "bounds are strict, so that every token of a fresh rollout would be left out"
+            )
+        if self.ratio == "decoupled" and self.proximal == "trainer" and self._sets_bounds:
+            _refuse("clip-low or clip-high is set", "decoupled with proximal trainer clips nothing: its ratio is 1")
         if self.clip_low is not None and self.clip_low >= 1 and self.ratio not in ("cispo", "dppo"):
             _refuse(f"clip-low is {self.clip_low}", f"{self.ratio} needs a lower bound 1 - clip-low above 0")
         return self
@@ -176,6 +200,13 @@ class ShelfConfig(Section):
             )
         if self.old_policy == "trainer" and self.ratio in ("dis", "decoupled", "dppo", "none"):
             _refuse("old-policy is trainer", f"{self.ratio} is defined against the engine's log-probabilities")
+        if self.old_policy == "trainer" and self.correction == "none":
+            _refuse(
+                "old-policy is trainer",
+                "correction is none: the ratio is 1 then, and nothing would hold stale rollouts back",
+            )
+        if self.old_policy == "trainer" and (self._sets_bounds or self.dual_clip is not None):
+            _refuse("old-policy is trainer", "clip-low, clip-high or dual-clip is set: the ratio is 1, they do nothing")
         for name in ("correction_low", "correction_high", "correction_veto"):
             if getattr(self, name) is not None and self.correction == "none":
                 _refuse(f"{_say(name)} is set", "correction is none")
@@ -215,6 +246,10 @@ class ShelfConfig(Section):
             )
         return self
 
+    @property
+    def _sets_bounds(self) -> bool:
+        return self.clip_low is not None or self.clip_high is not None
+
     def _is_changed(self, name: str) -> bool:
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
@@ -238,8 +273,6 @@ class GrpoConfig(ShelfConfig):
             raise ValueError(
                 f"recipe.config.batch-size must be a multiple of group-size ({self.group_size}), got {self.batch_size}"
             )
-        if self.group_size == 1:
-            _refuse("group-size is 1", "a rollout alone is compared with nothing: use implementation sao")
         return self
 
     @model_validator(mode="after")
@@ -280,7 +313,7 @@ class SaoConfig(ShelfConfig):
     critic_path: Path | None = Field(None, description="Model directory of the critic's body; none: the base model.")
     critic_freeze: Literal["none", "attention"] = Field("none", description="What of its body does not learn.")
     critic_value_clip: float | None = Field(
-        0.2, gt=0, description="Furthest that one update may move a value, PPO's clipped value loss; none: no clipping."
+        0.2, gt=0, description="PPO's clipped value loss: what this step's updates moved so far gets no more gradient."
     )
     critic_options: CriticOptions = Field(
         default_factory=lambda: CriticOptions(), description="The critic's optimizer and schedule."
@@ -307,6 +340,13 @@ class SaoConfig(ShelfConfig):
             _refuse("lambda-length is set", "lambda-alpha is none, so that lambda is 1 for every length")
         if self._is_changed("baseline_window") and self.advantage != "running-mean":
             _refuse("baseline-window is set", f"advantage is {self.advantage}: only running-mean has a use for it")
+        if self.critic_updates == 1 and self._is_changed("critic_value_clip") and self.critic_value_clip is not None:
+            _refuse("critic-value-clip is set", "critic-updates is 1: at the first update nothing has moved yet")
+        if self.advantage == "running-mean" and (self.kl == "reward" or self.overlong_tokens is not None):
+            _refuse(
+                "advantage running-mean compares with past scores",
+                "kl: reward or overlong-tokens changes what new ones are worth, and past ones do not have it",
+            )
         if self.gamma != 1.0 and self.advantage == "running-mean":
             _refuse(f"gamma is {self.gamma}", "advantage running-mean gives every token of a rollout the same")
         if self.normalize == "rms" and self.advantage == "reinforce++":

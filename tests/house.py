@@ -159,6 +159,7 @@ class FakeEngines:
         self.served: str | None = None
         self.candidate: str | None = None
         self.loads: list[str] = []
+        self.also_called: list[str] = []
         self.lack_files = False
         self.closed_s = 0.0
         self.load_takes_s = 0.0
@@ -180,6 +181,9 @@ class FakeEngines:
     def provide(self, published: Published) -> None:
         assert published.on_disk
         self.lack_files = False
+
+    def call_also(self, release_id: str) -> None:
+        self.also_called.append(release_id)
 
     def end_trial(self) -> None:
         self.candidate = None

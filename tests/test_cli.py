@@ -299,7 +299,7 @@ def test_a_ledger_of_a_newer_version_is_refused_and_left_as_it_is(reef: Command)
     status, _, errors = reef("serve")
     assert status == 1
     assert errors == (
-        "reef: the ledger has schema version 7, this Reef knows versions up to 3: "
+        "reef: the ledger has schema version 7, this Reef knows versions up to 4: "
         "use the Reef that wrote it, or a newer one\n"
     )
     assert path.read_bytes() == before

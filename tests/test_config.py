@@ -1,12 +1,13 @@
 """Every knob in one place: precedence, spelling, the environment, and messages that say what was expected."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reef.config import Config, load, split_flags
+from reef.config import Config, SaoRecipe, load, split_flags
 from reef.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +155,7 @@ def test_loopback_needs_no_token_and_any_address_may_have_one(host: str) -> None
     [
         ("- a\n- b\n", "expected a mapping of sections, got list"),
         ("reef: [", "cannot read"),
-        ("reef: 3\n", "reef: input should be a valid dictionary"),
+        ("reef: 3\n", "reef: expected a mapping of settings"),
     ],
 )
 def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -238,3 +239,36 @@ def test_every_key_says_what_it_is_for() -> None:
         return missing
 
     assert undescribed(Config, "") == []
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "serve.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.name
+)
+def test_a_flag_turns_every_shipped_file_to_sao(path: Path) -> None:
+    environ = dict.fromkeys(re.findall(r"[$][{]([A-Z_]+)[}]", path.read_text()), "x")
+    config = load(path, ["--recipe.implementation", "sao"], environ)
+    assert isinstance(config.recipe, SaoRecipe)
+    assert config.recipe.config.has_critic
+
+
+def test_a_method_of_ones_own_gets_what_the_file_says_below_its_settings(tmp_path: Path) -> None:
+    text = "recipe:\n  implementation: a.b:C\n  config:\n    per_part: {exact_match: 1.0}\n    top_k: 3\n"
+    recipe = load(write(tmp_path, text), ["--recipe.config.top-k", "4"], {}).recipe
+    assert recipe.values == {"per_part": {"exact_match": 1.0}, "top_k": "4"}  # its class reads numbers from text
+    assert load(write(tmp_path, "recipe: {implementation: 'a.b:C', config: }\n"), [], {}).recipe.values == {}
+    with pytest.raises(ConfigError, match=r"recipe\.config\.name: a batch's settings keep the method's own name"):
+        load(write(tmp_path, "recipe: {implementation: 'a.b:C', config: {name: x}}\n"), [], {})
+
+
+def test_what_a_recipe_is_not_is_said_without_names_of_classes(tmp_path: Path) -> None:
+    for text in (
+        "recipe: 5\n",
+        "recipe: {config: [1]}\n",
+        "recipe: {implementation: sao, config: {critic-options: 1}}\n",
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load(write(tmp_path, text), [], {})
+        assert "expected a mapping of settings" in str(refused.value)
+        assert "Recipe" not in str(refused.value)
+    with pytest.raises(ConfigError, match="expected grpo, sao or the path of a class"):
+        load(None, ["--recipe.implementation", ""], {})

@@ -10,10 +10,11 @@ import pytest
 
 import reef.chain
 import reef.progress
-from reef.errors import StepFailedError
+from reef.config import load
+from reef.errors import ConfigError, StepFailedError
 from reef.ledger.audit import audit
 from reef.types import Batch, Operation, StepResult
-from tests.house import Crash, FakeTrainer, House
+from tests.house import SETTINGS, Crash, FakeTrainer, House
 
 SAO = (
     *("--recipe.implementation", "sao", "--recipe.config.batch-size", "2"),
@@ -67,6 +68,7 @@ def test_a_step_of_the_critic_alone_is_a_link_with_its_parents_content_and_loads
         assert [link.policy_version for link in (base, first, second, third)] == [0, 0, 0, 1]
         assert [link.step for link in (base, first, second, third)] == [0, 1, 2, 3]
         assert warm.engines.loads == [third.id]
+        assert warm.engines.also_called == [first.id, second.id]  # who asks for these is answered
         assert all(link.verified_at is not None for link in (first, second, third))
         assert {await warm.state(name) for name in names} == {("trained", None)}
         assert await findings(warm) == []
@@ -200,5 +202,25 @@ def test_a_batch_that_was_reserved_for_a_critic_comes_again_where_there_is_none(
         await other.trained_once(names)
         assert [link.operation for link in await other.chain()] == ["base", "train"]
         await other.stop()
+
+    asyncio.run(live())
+
+
+def test_a_chain_with_a_critic_that_must_be_trained_again_names_the_way_to_another_method(tmp_path: Path) -> None:
+    house = Warm(tmp_path / "run")
+
+    async def live() -> None:
+        await house.open()
+        house.run()
+        await house.grade_and_wait()
+        house.faults.at("reserve", Crash())
+        await house.grade()
+        await house.crash()
+        house.config = load(None, ["--reef.run-dir", str(tmp_path / "run"), *SETTINGS], {})
+        with pytest.raises(ConfigError) as refused:
+            await house.open()
+        assert "was trained by sao with a model beside the policy" in str(refused.value)
+        assert "start with sao once and stop it in order, then with grpo" in str(refused.value)
+        house.ledger.close()
 
     asyncio.run(live())

@@ -545,6 +545,7 @@ def test_a_release_counts_what_was_dropped_since_the_one_before_by_reason(house:
         _, first, second = (release.metrics for release in await house.chain())
         drops = [{name: value for name, value in row.items() if name.startswith("dropped/")} for row in (first, second)]
         assert drops == [{"dropped/tied": 4.0}, {}]
+        assert house.metrics.registry.get_sample_value("reef_step", {"name": "dropped/tied"}) is None  # of the newest
         await house.stop()
 
     asyncio.run(live())

@@ -13,7 +13,7 @@ from reef.memory import engine, parameters
 from reef.memory.engine import engine_memory
 from reef.memory.fit import Plan, plan
 from reef.memory.hardware import Hardware, ranges, size_text
-from reef.memory.trainer import trainer_memory
+from reef.memory.trainer import checkpoint_bytes, trainer_memory
 from reef.training.architecture import Architecture, Experts, read_architecture
 
 GIB = 2**30
@@ -260,3 +260,17 @@ def test_what_only_answers_has_no_trainer(starter: Path) -> None:
 def test_sizes_and_numbers_in_words() -> None:
     assert [size_text(size) for size in (2048, 3 * 2**20, 3 * 2**29)] == ["2 KiB", "3 MiB", "1.5 GiB"]
     assert (ranges([0]), ranges([3, 0, 1]), ranges([])) == ("0", "0-1, 3", "")
+
+
+def test_a_critics_experts_are_divided_as_the_policys_are_and_its_checkpoint_counts() -> None:
+    options = {"use-distributed-optimizer": True}
+    layout = {"data": 4, "expert": 4}
+    recipe = {"implementation": "sao"}
+    training = {"dtype": "bfloat16", "layout": layout, "options": options}
+    plain, with_critic = config_of(training=training), config_of(training=training, recipe=recipe)
+    need = trainer_memory(mixture(), with_critic, 0, on_gpu=True)
+    shared, experts = parameters.on_rank(mixture(), Layout(**layout), 0)
+    shared += 11 - 100 * 10  # the head stands in the place of the output layer
+    # Weights 2 and gradients 4; moments and main copy 12, over 4 data ranks, but an expert is on one rank alone.
+    assert need.beside == (2 + 4) * (shared + experts) + 12 * (shared // 4 + experts)
+    assert checkpoint_bytes(mixture(), with_critic) > 1.7 * checkpoint_bytes(mixture(), plain)

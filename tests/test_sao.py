@@ -77,6 +77,7 @@ def test_a_critic_warms_up_is_killed_and_replayed_rolled_back_to_and_left_behind
     assert {first["content_id"], second["content_id"]} == {base["content_id"]}
     assert service.status()["scenario"]["served"] == base["release_id"]  # nothing was loaded
     assert service.chat("2+3=", max_tokens=4).headers["x-reef-release-id"] == base["release_id"]
+    assert service.chat("2+3=", max_tokens=4, headers={"x-reef-release": second["release_id"]}).status_code == 200
     assert first["metrics"]["sao/actor_trained"] == 0.0
     assert "grad_norm" not in first["metrics"]
 

@@ -43,6 +43,7 @@ class Engines:
         self._sessions: OrderedDict[str, Replica] = OrderedDict()
         self._num_waiting = 0
         self._random = random.Random()
+        self._also_called: set[str] = set()
         self._candidate: Replica | None = None
         self._candidate_changing = asyncio.Lock()
         self._share = 0.0
@@ -53,6 +54,10 @@ class Engines:
     def served(self) -> str | None:
         """The release that the replicas in rotation hold; while there is none, the one that answered last."""
         return self._newest.served
+
+    def call_also(self, release_id: str) -> None:
+        """What is served answers to this name too: a link that changed no weight, and so is not loaded."""
+        self._also_called.add(release_id)
 
     @property
     def candidate(self) -> str | None:
@@ -105,6 +110,7 @@ class Engines:
         async with self._changing:
             in_rotation = [replica for replica in self._replicas if replica.ready] or self._replicas
             others = [replica for replica in self._replicas if replica not in in_rotation]
+            self._also_called.clear()
             for replica in self._replicas:
                 replica.want(published)  # now: from here on nobody opens with the release before it
             failures = await _failures(in_rotation, lambda replica: replica.load(published, transfer))
@@ -254,7 +260,7 @@ class Engines:
 
     def _group(self, release: str | None) -> Sequence[Replica]:
         """Those that may answer a request which names this release."""
-        if release in (None, self.served):
+        if release in (None, self.served) or release in self._also_called:
             return self._replicas
         if self._candidate is not None and release == self.candidate:
             return [self._candidate]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, and_, select
+from sqlalchemy import Connection, select
 
 from reef.alarms import Link, Mark, judge
 from reef.config import AlarmSection
@@ -33,17 +33,16 @@ def add(
 
 def marks(connection: Connection, found: Iterable[Release], alarms: Alarms) -> dict[str, tuple[Mark, ...]]:
     """The alarms that releases of one scenario ring, by release; those that ring none are left out."""
-    asked = list(found)
-    if not alarms or not asked:
+    if not alarms:
         return {}
-    links = _links(connection, asked, _widest(alarms))
-    measured = {link.release_id for _, link in links if link.results}
-    rung = {}
-    for release in asked:
-        if release.id in measured:
-            ranges = releases.ancestry(connection, release.scenario, release.number)
-            path = [link for number, link in links if releases.is_among(ranges, number)]
-            rung[release.id] = judge(alarms, path)
+    asked = {release.id: release for release in found}
+    query = select(evaluations.c.release_id).where(evaluations.c.release_id.in_(list(asked))).distinct()
+    measured = set(connection.scalars(query))
+    rung = {
+        release.id: judge(alarms, _path(connection, release, _widest(alarms)))
+        for release in asked.values()
+        if release.id in measured
+    }
     return {release_id: found for release_id, found in rung.items() if found}
 
 
@@ -52,13 +51,13 @@ def newest(connection: Connection, scenario: str, alarms: Alarms) -> tuple[str, 
     head = releases.head(connection, scenario)
     if head is None or not alarms:
         return None
-    ranges = releases.ancestry(connection, scenario, head.number)
-    measured = select(table.c.id, table.c.number).where(table.c.id.in_(select(evaluations.c.release_id)))
-    query = measured.where(table.c.scenario == scenario).order_by(table.c.number.desc())
-    for row in connection.execute(query).all():
-        if releases.is_among(ranges, row.number):
-            release = releases.get(connection, scenario, row.id)
-            return row.id, marks(connection, [release], alarms).get(row.id, ())
+    measured = select(table.c.id).where(table.c.id.in_(select(evaluations.c.release_id)))
+    for low, high in releases.ancestry(connection, scenario, head.number):
+        inside = measured.where(table.c.scenario == scenario, table.c.number.between(low, high))
+        release_id = connection.scalar(inside.order_by(table.c.number.desc()).limit(1))
+        if release_id is not None:
+            release = releases.get(connection, scenario, release_id)
+            return release_id, marks(connection, [release], alarms).get(release_id, ())
     return None
 
 
@@ -75,21 +74,29 @@ def _measured_near(connection: Connection, release: Release, alarms: Alarms) -> 
     return [release, *later]
 
 
-def _links(connection: Connection, asked: Sequence[Release], window: int) -> list[tuple[int, Link]]:
-    """Those of the chain that are asked for, or may be compared with one: each with its number, oldest first."""
-    near = and_(
-        table.c.scenario == asked[0].scenario,
-        table.c.number <= max(release.number for release in asked),
-        table.c.step >= min(release.step for release in asked) - window,
-    )
+def _path(connection: Connection, release: Release, window: int) -> list[Link]:
+    """A release and its ancestors of at most `window` steps before, oldest first: read by number, and no others."""
+    first = release.step - window
+    rows: list[Any] = []
+    for low, high in releases.ancestry(connection, release.scenario, release.number):
+        near = select(table.c.id, table.c.step, table.c.metrics).where(
+            table.c.scenario == release.scenario,
+            table.c.number.between(max(low, high - window - 1), high),  # in a range each link is at most one step on
+            table.c.step >= first,
+        )
+        found = connection.execute(near.order_by(table.c.number.desc())).all()
+        rows += found
+        if not found or found[-1].step <= first:
+            break
     results: dict[str, list[Any]] = {}
-    measured = select(evaluations.c.release_id, evaluations.c.body).join(table, table.c.id == evaluations.c.release_id)
-    for row in connection.execute(measured.where(near).order_by(evaluations.c.seq)):
+    measured = select(evaluations.c.release_id, evaluations.c.body).where(
+        evaluations.c.release_id.in_([row.id for row in rows])
+    )
+    for row in connection.execute(measured.order_by(evaluations.c.seq)):
         results.setdefault(row.release_id, []).append(from_json(row.body))
-    query = select(table.c.id, table.c.number, table.c.step, table.c.metrics).where(near).order_by(table.c.number)
     return [
-        (row.number, Link(row.id, row.step, from_json(row.metrics).get("reward_mean"), results.get(row.id, [])))
-        for row in connection.execute(query)
+        Link(row.id, row.step, from_json(row.metrics).get("reward_mean"), results.get(row.id, []))
+        for row in reversed(rows)
     ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from reef.config import Config
 from reef.memory import parameters
 from reef.memory.activations import activation_bytes, logits_bytes
-from reef.memory.beside import numbers_beside
+from reef.memory.beside import numbers_beside, numbers_of_critic
 from reef.training.architecture import Architecture
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,15 +51,13 @@ def trainer_memory(architecture: Architecture, config: Config, stage: int, *, on
     shared, experts = parameters.on_rank(architecture, layout, stage)
     item = ITEM_BYTES[training.dtype]
     state = _optimizer_bytes(training.dtype)
+    copies = expert_copies = 1
     if options.use_distributed_optimizer:
         copies = layout.data * layout.context
         expert_copies = layout.world_size // layout.pipeline // parameters.expert_ranks(layout)
-        optimizer = state * (shared // copies + experts // expert_copies)
-    else:
-        optimizer = state * (shared + experts)
+    optimizer = state * (shared // copies + experts // expert_copies)
     tokens = largest_microbatch(architecture, config) // layout.context
-    held, learning = numbers_beside(architecture, config, stage)
-    divided = layout.data * layout.context if options.use_distributed_optimizer else 1
+    beside = numbers_beside(architecture, config, stage)
     return TrainerMemory(
         weights=item * (shared + experts),
         gradients=GRADIENT_BYTES * (shared + experts),
@@ -67,7 +65,9 @@ def trainer_memory(architecture: Architecture, config: Config, stage: int, *, on
         activations=activation_bytes(architecture, layout, options, tokens, item, stage),
         logits=logits_bytes(architecture, layout, tokens) if stage == layout.pipeline - 1 else 0,
         runtime=(RUNTIME_GPU_BYTES if on_gpu else RUNTIME_CPU_BYTES) + bucket_bytes(config),
-        beside=item * held + GRADIENT_BYTES * learning + state * (learning // divided),
+        beside=item * beside.held
+        + GRADIENT_BYTES * (beside.shared + beside.experts)
+        + state * (beside.shared // copies + beside.experts // expert_copies),
     )
 
 
@@ -80,7 +80,8 @@ def largest_microbatch(architecture: Architecture, config: Config) -> int:
 def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
     """A whole checkpoint: weights, moments and, in bfloat16, main copies. While one is written, memory holds a copy."""
     item = ITEM_BYTES[config.training.dtype]
-    return parameters.of_model(architecture) * (item + _optimizer_bytes(config.training.dtype))
+    numbers = parameters.of_model(architecture) + numbers_of_critic(architecture, config)
+    return numbers * (item + _optimizer_bytes(config.training.dtype))
 
 
 def _optimizer_bytes(dtype: str) -> int:

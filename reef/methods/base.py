@@ -120,10 +120,13 @@ def build(settings: Mapping[str, Any]) -> Method:
 
     values = dict(settings)
     name = str(values.pop("name", None))
-    if name == "grpo":
-        return Grpo(GrpoConfig.model_validate(values))
-    if name == "sao":
-        return Sao(SaoConfig.model_validate(values))
+    try:
+        if name == "grpo":
+            return Grpo(GrpoConfig.model_validate(values))
+        if name == "sao":
+            return Sao(SaoConfig.model_validate(values))
+    except ValidationError as error:  # settings that an older Reef has stored
+        raise ConfigError(f"the settings of {name} are not what it takes: {_lines(error)}", param=_PARAM) from None
     if ":" not in name:
         raise ConfigError(f"unknown method {name!r}: expected grpo, sao or my_pkg.file:Class", param=_PARAM)
     return _custom(name, values)
@@ -136,12 +139,25 @@ def _custom(path: str, config: Mapping[str, Any]) -> Method:
     module_name, _, class_name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"recipe.implementation {path} cannot be imported: {error}", param=_PARAM) from error
+    except Exception as error:
+        raise ConfigError(f"recipe.implementation {path} cannot be imported: {_said(error)}", param=_PARAM) from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ConfigError(f"recipe.implementation {path} is no reef.methods.base.Method", param=_PARAM)
     try:
         method: Method = found(config)
-    except (TypeError, ValueError, ValidationError) as error:
-        raise ConfigError(f"recipe.implementation {path} refuses its config: {error}", param=_PARAM) from error
+    except ValidationError as error:
+        raise ConfigError(f"recipe.implementation {path} refuses its config: {_lines(error)}", param=_PARAM) from None
+    except Exception as error:
+        raise ConfigError(f"recipe.implementation {path} refuses its config: {_said(error)}", param=_PARAM) from error
     return method
+
+
+def _said(error: Exception) -> str:
+    """What went wrong; of an error that says little by itself, also of which kind it is."""
+    plain = isinstance(error, ImportError | AttributeError | TypeError | ValueError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def _lines(error: ValidationError) -> str:
+    found = [(".".join(str(part) for part in each["loc"]), each["msg"]) for each in error.errors()]
+    return "; ".join(f"{where}: {what}" if where else what for where, what in found)

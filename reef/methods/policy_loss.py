@@ -46,7 +46,7 @@ def policy_loss(config: ShelfConfig, tokens: Tokens) -> tuple[torch.Tensor, dict
         loss = loss * kept
         metrics["effective_token_rate"] = metrics["effective_token_rate"] * kept
     if config.kl == "loss":
-        divergence = kl(tokens.logprobs, _reference(tokens), mask, config.kl_estimator)
+        divergence = kl(tokens.logprobs, _reference(tokens), mask, config.estimator)
         loss = loss + config.kl_coef * divergence
         metrics["kl"] = divergence.detach()
     return loss, metrics

@@ -98,7 +98,7 @@ def kl_rewards(sample: Sample, view: View, config: ShelfConfig) -> Doubles:
     if view.reference_logprobs is None:
         raise ValueError(f"kl is reward: expected the reference's log-probabilities of report {sample.report_id}")
     at = np.flatnonzero(sample.mask)
-    estimate = kl_estimate(sample.logprobs[at], view.reference_logprobs[at], config.kl_estimator)
+    estimate = kl_estimate(sample.logprobs[at], view.reference_logprobs[at], config.estimator)
     paid[at] = -config.kl_coef * estimate
     return paid
 

@@ -115,6 +115,10 @@ class House:
             )
         return scenario
 
+    def forget_scenarios(self) -> None:
+        """They may have another recipe from now on."""
+        self._known.clear()
+
     async def create_scenario(self, name: str, recipe: str | None) -> tuple[Scenario, bool]:
         """The scenario, and whether this call made it. The first one gets the chain."""
         storage = self.require_ready()

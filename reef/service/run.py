@@ -38,7 +38,7 @@ from reef.service.house import House
 from reef.service.turns import Turns
 from reef.storage import Storage, release_id
 from reef.training.manifest import content_id_of
-from reef.types import Published, Release
+from reef.types import Operation, Published, Release
 
 if TYPE_CHECKING:
     from reef.dispatcher import Dispatcher
@@ -191,6 +191,8 @@ class _Run:
         dispatcher = house.dispatcher
         if not house.ledger.lease.held:
             raise OwnershipLostError("this service lost the ledger while it started to train")
+        await house.ledger.write_owned(scenarios.set_recipe, self._config.recipe.implementation)
+        house.forget_scenarios()
         if dispatcher is not None:
             await dispatcher.recover()  # takes as long as it takes: each release in the log as it is replayed
             self._announce("trainer is at the head of the chain")
@@ -272,11 +274,22 @@ class _Run:
         """Have the engine serve it, where it does not; why it cannot."""
         if released.id == self._house.engines.served:
             return None
+        if await self._is_held(released):
+            self._house.engines.call_also(released.id)
+            return None
         if self._refused is not None:
             release_id, reason, retry_at = self._refused
             if release_id == released.id and time.monotonic() < retry_at:
                 return reason
         return await self._serve(storage, released, self._house.engines.load)
+
+    async def _is_held(self, released: Release) -> bool:
+        """Whether the engines hold it under the name of a link before: the critic's steps change no weight."""
+        served = self._house.engines.served
+        if released.operation is not Operation.CRITIC_ONLY or served is None:
+            return False
+        held = await self._house.ledger.read(releases.get, released.scenario, served)
+        return held.content_id == released.content_id
 
     async def _take_over(self, storage: Storage) -> None:
         """Train in the place of an owner that is gone."""
@@ -324,9 +337,10 @@ class _Run:
 
         def begin(connection: Connection) -> Release:
             name = config.recipe.scenario
-            scenarios.set_recipe(connection, config.recipe.implementation)
             if name is not None:
-                scenarios.create(connection, name, config.recipe.implementation, storage.base_release(name).created_at)
+                if scenarios.find(connection, name) is None:
+                    created_at = storage.base_release(name).created_at
+                    scenarios.create(connection, name, config.recipe.implementation, created_at)
                 scenarios.set_training(connection, name)
             name = scenarios.training(connection)
             if name is None:

@@ -13,7 +13,6 @@ from reef.alarms import Mark
 from reef.errors import BadRequestError, ConflictError
 from reef.ledger import held_out, lease, releases, reports, scenarios
 from reef.ledger.scenarios import Scenario
-from reef.section import kebab
 from reef.service.access import caller, require_scenario
 from reef.service.document import answers, any_object, query
 from reef.service.house import House
@@ -83,7 +82,7 @@ async def contract(name: str, http: HttpRequest) -> Response:
         {
             "scenario": scenario.name,
             "recipe": scenario.recipe,
-            "config": {kebab(key): value for key, value in house.config.recipe.values.items()},
+            "config": house.config.dump()["recipe"]["config"],
             "model": house.config.inference.model_path.name,
             "context_length": house.engines.context_length,
             "report": ReportBody.model_json_schema(),

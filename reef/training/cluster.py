@@ -23,7 +23,7 @@ from reef.errors import ReefError, UnavailableError, WorkersLostError
 from reef.methods.base import build as build_method
 from reef.training.actor import Surroundings, WorkerActor, WorkerSpec
 from reef.training.architecture import check_layout, check_recompute, read_architecture
-from reef.training.beside import check_beside
+from reef.training.beside import check_beside, paths_beside
 from reef.training.settings import settings
 from reef.training.tensors import check_weights
 from reef.types import Batch, Bucket, Floats, Ids, Probe, Published, StepResult
@@ -60,7 +60,9 @@ class Trainer:
         check_layout(architecture, config.training.layout)
         check_recompute(architecture, config.training.layout, config.training.options)
         check_weights(model_path, architecture)
-        check_beside(build_method(self._settings["method"]), architecture)
+        method = build_method(self._settings["method"])
+        check_beside(method, architecture)
+        self._beside = paths_beside(method)
         self._workers: list[Any] = []
         self._pids: list[int] = []
         self._processes: list[psutil.Process] = []  # of those that run on this machine, in a cluster of our own
@@ -250,7 +252,7 @@ class Trainer:
         # It stays as long as the workers: NCCL asks there again for each connection, at the first call that needs it.
         meeting = self._meeting = Path(tempfile.mkdtemp(prefix="ranks-", dir=self._meeting_dir()))
         marks = self._mark_releases_dir()
-        shared = {"inference.model-path": self._model_path, "reef.run-dir": meeting, **marks}
+        shared = {"inference.model-path": self._model_path, "reef.run-dir": meeting, **marks, **self._beside}
         try:
             # Apart, for while one refuses here the others do not wait for it to join them.
             self._each(deadline, "settle", [(self._surroundings(rank, shared),) for rank in range(self._world_size)])

@@ -40,10 +40,19 @@ Score = Callable[[Network, Sequence[Microbatch]], list[Floats] | None]
 class Learner:
     """One rank's share of everything that learns. Every rank must get the same calls in one order."""
 
-    def __init__(self, policy: Network, critic: Network | None, reference: Network | None, form: Form) -> None:
+    def __init__(
+        self,
+        policy: Network,
+        critic: Network | None,
+        reference: Network | None,
+        form: Form,
+        forget_critic: Callable[[], None],
+    ) -> None:
+        """`forget_critic` makes the critic what it was at first."""
         self.policy = policy
         self.critic = critic
         self.reference = reference
+        self._forget_critic = forget_critic
         self.counts = Counts()
         self._form = form
 
@@ -74,6 +83,8 @@ class Learner:
         metrics["num_samples"] = float(len(batch.samples))
         clock.lap("views")
         trains_policy = True
+        if method.critic is None and self.counts.critic_steps:  # as when a service without a critic had trained it
+            self.reset_critic()
         if method.critic is not None:
             trains_policy = self.counts.critic_steps >= method.critic.critic_warmup_steps
             metrics |= self._update_critic(batch, method, method.critic, views)
@@ -89,6 +100,11 @@ class Learner:
         self.counts.steps += 1
         reach("step.done")
         return StepResult(self.counts.steps, metrics, clock.seconds(), trains_policy)
+
+    def reset_critic(self) -> None:
+        """The critic begins anew, where there is one."""
+        self._forget_critic()
+        self.counts.critic_steps = self.counts.critic_updates = 0
 
     def _check_models(self, method: Method) -> None:
         if method.critic is not None and self.critic is None:
@@ -121,19 +137,20 @@ class Learner:
         samples = batch.samples
         values = [np.concatenate([np.zeros(1, np.float32), _there(view.values)[:-1]]) for view in views]
         targets = method.critic_targets(samples, views)
-        planes = {"old_values": values, "targets": targets, "weights": token_weights(samples, "token-mean")}
+        weights = token_weights(samples, "token-mean", overlong_filter=config.overlong_filter)
+        planes = {"old_values": values, "targets": targets, "weights": weights}
         microbatches = self._microbatches(batch, planes)
         options = critic_options(config, options_of(batch.settings))
         passes, norms, lr = [], [], 0.0
         for _ in range(config.critic_updates):
             megatron.zero_gradients(self.critic)
             passes.append(critic_pass(self.critic, microbatches, config.critic_value_clip))
-            lr, norm = self._apply(self.critic, options, self.counts.critic_updates, "critic")
+            lr, norm = self._apply(self.critic, options, self.counts.critic_steps, "critic")
             norms.append(norm)
             self.counts.critic_updates += 1
             reach("critic.updated")
         self.counts.critic_steps += 1
-        masks = [sample.mask & sample.trains for sample in samples]
+        masks = [weight > 0 for weight in weights]
         return {
             "num_tokens": passes[0]["num_tokens"],
             "critic/loss": float(np.mean([passed["loss"] for passed in passes])),

@@ -101,8 +101,13 @@ def build_critic(
         module = _module(config, architecture, weights, value_head=True)
         if freeze == "attention":
             for name, parameter in module.named_parameters():
-                parameter.requires_grad_(".self_attention." not in name)
+                parameter.requires_grad_(not _is_attention(name))
         return _train(module, config, architecture, options)
+
+
+def _is_attention(parameter: str) -> bool:
+    """Transformer Engine keeps the norm before attention in the linear layer that follows it; it is none of it."""
+    return ".self_attention." in parameter and not parameter.endswith("linear_qkv.layer_norm_weight")
 
 
 def build_reference(

@@ -125,7 +125,8 @@ def _policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     reach("step.microbatch")
     mask, planes = microbatch.mask, microbatch.planes
-    entropy = entropies(logits_BTV.detach()[mask], microbatch.temperature[mask])
+    rows = mask.flatten().nonzero().squeeze(-1)
+    entropy = entropies(logits_BTV.detach().flatten(0, 1), microbatch.temperature.flatten(), rows)
     logprobs = token_logprobs(microbatch, logits_BTV)
     tokens = Tokens(
         logprobs=logprobs,

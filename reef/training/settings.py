@@ -3,15 +3,17 @@
 A step takes method, optimizer and threads from its batch, so that a replay repeats it under a changed serve.yaml. What
 workers are built with is their own: dtype and seed must be as they were, and under another layout a replay's bits may
 differ (see `reef.recovery`). Recomputing activations is the workers' own too, and changes no number.
-A critic is built with its body and with what of it learns: where a batch needs one, both must be as they were.
+The models beside the policy (a critic, a reference) are built once: where a batch needs one, it must be as it was.
 
 A batch of an earlier Reef lacks the settings that came later: they had their defaults then.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from reef.config import Config, Layout, RecipeSection, recipe_of
+from reef.methods.base import build
 from reef.options import OptimizerOptions
 
 WORKERS_OWN = ("layout", "dtype", "seed")
@@ -56,17 +58,24 @@ def built_with(settings: Mapping[str, Any]) -> dict[str, Any]:
         **{f"training.options.{name.replace('_', '-')}": getattr(options, name) for name in BUILT_WITH},
         "training.dtype": settings["dtype"],
         "training.seed": settings["seed"],
-        **_critic_built_with(settings["method"]),
+        **models_beside(settings["method"]),
     }
 
 
-def _critic_built_with(method: Mapping[str, Any]) -> dict[str, Any]:
-    if method.get("advantage") != "gae":
-        return {}
-    return {
-        "recipe.config.critic-path": str(method["critic_path"] or "the base model"),
-        "recipe.config.critic-freeze": method["critic_freeze"],
-    }
+def models_beside(method: Mapping[str, Any]) -> dict[str, str]:
+    """The models that a stored method needs beside the policy, by the setting that says which; empty: none."""
+    made = build(method)
+    found = {}
+    if made.critic is not None:
+        found["recipe.config.critic-path"] = _model(made.critic.critic_path)
+        found["recipe.config.critic-freeze"] = made.critic.critic_freeze
+    if made.uses_reference:
+        found["recipe.config.kl-reference"] = _model(made.reference_path)
+    return found
+
+
+def _model(path: Path | None) -> str:
+    return "the base model" if path is None else str(path)
 
 
 def taken_again(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class MegatronWorker:
             reference = megatron.build_reference(architecture, layout, dtype, options, self._reference_weights)
         divisor = layout.tensor if layout.sequence_parallel else 1
         self._form = Form(packed=megatron.packs(dtype), divisor=divisor)
-        return Learner(policy, critic, reference, self._form)
+        return Learner(policy, critic, reference, self._form, self._forget_critic)
 
     def close(self) -> None:
         """Leave the process groups; the worker is of no use afterwards."""
@@ -210,7 +210,7 @@ class MegatronWorker:
         learner = self._learner
         learner.counts, has_critic = checkpoint.restore(directory, self._policy, learner.critic, self._first_rng)
         if not has_critic:
-            self._reset_critic()
+            learner.reset_critic()
         return learner.counts.steps
 
     def load_weights(self, directory: Path) -> None:
@@ -225,11 +225,11 @@ class MegatronWorker:
         """Go back to what the worker was when it was made: the base model's weights, and no step taken."""
         megatron.load_weights(self._policy, self._weights)
         optimizer.forget_steps(self._policy.optimizer)
-        self._reset_critic()
+        self._learner.reset_critic()
         set_rng_state(self._first_rng)
         self._learner.counts = Counts()
 
-    def _reset_critic(self) -> None:
+    def _forget_critic(self) -> None:
         if (critic := self._learner.critic) is not None:
             megatron.load_weights(critic, self._critic_weights)
             optimizer.forget_steps(critic.optimizer)

@@ -3,9 +3,9 @@
 One run directory goes through every cell, a point and who is killed there, one after the other. Its chain must be that
 of a run in which nobody was killed, and so must the trainer's state at the end, bit by bit.
 
-CI takes, at each point, whoever stands still there and everything at once (of these two only one, in turn, where it is
-the service that stands still: that is most of the kills, and starting everything is most of the time); at every third
-also one of the other two, in turn. `make soak`, which sets REEF_CRASH=all, takes everybody at every point.
+CI takes, at each point, whoever stands still there or everything at once, in turn; at every third also one of the other
+two. (Starting everything again is most of the time.) `make soak`, which sets REEF_CRASH=all, takes everybody at every
+point.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def cells() -> Iterator[Cell]:
         others = [target for target in TARGETS if target not in (owner, "all")]
         targets = [owner, "all", *others]
         if os.environ.get("REEF_CRASH") != "all":
-            first = [(owner, "all")[index % 2]] if owner == "service" else [owner, "all"]
-            targets = [*first, *([others[index // 3 % 2]] if index % 3 == 0 else [])]
+            targets = [(owner, "all")[index % 2], *([others[index // 3 % 2]] if index % 3 == 0 else [])]
         for target in targets:
             yield Cell(point, target)
 

@@ -32,10 +32,16 @@ BOTH = [
     ("ratio=ppo-clip sapo-tau-positive=2", "sapo-tau-positive is set, but ratio is ppo-clip: only sapo has a use"),
     ("ratio=ppo-clip sapo-tau-negative=2", "sapo-tau-negative is set, but ratio is ppo-clip: only sapo has a use"),
     ("ratio=ppo-clip behaviour-cap=2", "behaviour-cap is set, but ratio is ppo-clip: only decoupled has a use"),
-    ("ratio=dis proximal=interpolated", "proximal is set, but ratio is dis: only decoupled has a use"),
+    ("ratio=dis proximal=trainer", "proximal is set, but ratio is dis: only decoupled has a use"),
     ("ratio=dis dppo-kl=0.1", "dppo-kl is set, but ratio is dis: only dppo has a use"),
     ("ratio=dis dis-preset=coding clip-high=2", "dis-preset gives both bounds, but clip-low or clip-high is set too"),
     ("ratio=dis dis-preset=coding clip-low=0", "dis-preset gives both bounds, but clip-low or clip-high is set too"),
+    ("ratio=dis clip-low=0", "a bound of dis is 0, but bounds are strict, so that every token of a fresh rollout"),
+    ("ratio=dis clip-high=0", "a bound of dis is 0, but bounds are strict, so that every token of a fresh rollout"),
+    ("ratio=decoupled proximal=trainer clip-low=0.1", "decoupled with proximal trainer clips nothing: its ratio is 1"),
+    ("ratio=ppo-clip old-policy=trainer", "old-policy is trainer, but correction is none: the ratio is 1 then"),
+    ("ratio=ppo-clip old-policy=trainer correction=tis clip-low=0.1", "the ratio is 1, they do nothing"),
+    ("ratio=ppo-clip old-policy=trainer correction=tis dual-clip=3", "the ratio is 1, they do nothing"),
     ("ratio=dis clip-low=1", "clip-low is 1.0, but dis needs a lower bound 1 - clip-low above 0"),
     ("ratio=ppo-clip clip-low=1.5", "clip-low is 1.5, but ppo-clip needs a lower bound 1 - clip-low above 0"),
     # the engine's distance from the trainer is counted once
@@ -99,7 +105,11 @@ SAO = [
         "critic-options.use-distributed-optimizer=true",
         "critic-options.use-distributed-optimizer is set, but training.options has it, for policy and critic both",
     ),
-    ("group-size=8", "unknown key recipe.config.group-size"),
+    ("group-size=8", "recipe.config.group-size belongs to implementation grpo"),
+    ("critic-updates=1 critic-value-clip=0.1", "critic-value-clip is set, but critic-updates is 1: at the first"),
+    ("advantage=running-mean kl=reward kl-coef=0.1", "running-mean compares with past scores, but kl: reward or"),
+    ("advantage=running-mean overlong-tokens=9 overlong-buffer=3", "compares with past scores, but kl: reward or"),
+    ("critic-path=", "expected the path of a model directory, got '.'"),
 ]
 
 

@@ -332,7 +332,7 @@ def test_a_kl_in_the_reward_needs_the_reference() -> None:
         method.advantages(*(kl_batch()[0], [View()] * 2, {}))
     assert not Grpo({}).uses_reference
     assert Grpo({}).reference_path is None
-    assert Grpo({**KL, "kl_reference": "models/frozen"}).reference_path == Path("models/frozen")
+    assert Grpo({**KL, "kl_reference": "models/frozen"}).reference_path == Path("models/frozen").absolute()
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from reef.methods.losses import (
     reinforce,
     sapo,
 )
-from reef.methods.weights import token_weights
-from reef.types import Sample
 
 Ratio = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Loss]
 
@@ -329,68 +327,3 @@ def test_a_huge_log_ratio_that_counts_stays_finite(advantage: float) -> None:
     loss, gradient, _ = run(clip(0.2, 0.2), [100.0, -100.0], [0.0] * 2, [advantage] * 2)
     assert np.isfinite(loss).all()
     assert np.isfinite(gradient).all()
-
-
-def make_sample(
-    report: str, group: str, mask: list[int], *, trains: bool = True, receipt: str = "r", reward: float = 1.0
-) -> Sample:
-    size = len(mask)
-    return Sample(
-        report_id=report,
-        receipt_id=receipt,
-        group=group,
-        reward=reward,
-        tokens=np.arange(size, dtype=np.int32),
-        mask=np.array(mask, dtype=np.bool_),
-        logprobs=np.zeros(size, np.float32),
-        temperature=1.0,
-        trains=trains,
-    )
-
-
-def total(samples: list[Sample], values: list[list[float]], aggregation: str) -> float:
-    weights = token_weights(samples, aggregation)  # type: ignore[arg-type]
-    return float(sum((w * np.array(v)).sum() for w, v in zip(weights, values, strict=True)))
-
-
-VALUES = [[1.0, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
-
-
-def test_the_reducers_are_the_published_ones() -> None:
-    # Three samples of one rollout share its denominator of 9, another rollout has 3: (45 / 9 + 33 / 3) / 2 = 8.
-    shared = [make_sample("a", "g", [1, 1, 1]) for _ in range(3)] + [make_sample("b", "g", [1, 1, 1])]
-    assert total(shared, VALUES, "rollout-mean") == pytest.approx(8.0)
-    assert total(shared, VALUES, "token-mean") == pytest.approx(6.5)
-    three = [make_sample(name, "g", [1, 1, 1]) for name in "abc"]
-    assert 3 * total(three, VALUES[:3], "rollout-mean") == pytest.approx(15.0)  # their means, summed
-
-
-def test_four_rollouts_of_growing_size_give_the_mean_of_means() -> None:
-    values = [[float(n * 10**k) for n in range(1, 9)] for k in range(4)]
-    samples = [make_sample(str(k), "g", [1] * 8) for k in range(4)]
-    assert total(samples, values, "rollout-mean") == pytest.approx(1249.875, rel=1e-6)
-
-
-def test_rollout_mean_weighs_prompts_alike() -> None:
-    samples = [make_sample("a", "g", [1, 1]), make_sample("b", "g", [0, 1]), make_sample("c", "h", [1, 1])]
-    weights = token_weights(samples, "rollout-mean")
-    np.testing.assert_allclose(weights[0], [1 / 8, 1 / 8])
-    np.testing.assert_allclose(weights[1], [0, 1 / 4])
-    np.testing.assert_allclose(weights[2], [1 / 4, 1 / 4])
-
-
-@pytest.mark.parametrize("aggregation", ["rollout-mean", "token-mean"])
-def test_samples_that_do_not_train_or_hold_no_token_are_in_no_denominator(aggregation: str) -> None:
-    samples = [
-        make_sample("a", "g", [0, 1]),
-        make_sample("stale", "g", [1, 1], trains=False),
-        make_sample("empty", "g", [0, 0]),
-        make_sample("alone", "h", [0, 0]),
-    ]
-    weights = token_weights(samples, aggregation)  # type: ignore[arg-type]
-    assert [w.tolist() for w in weights] == [[0, 1], [0, 0], [0, 0], [0, 0]]
-
-
-@pytest.mark.parametrize("aggregation", ["rollout-mean", "token-mean"])
-def test_a_batch_without_any_token_has_no_weight_and_no_error(aggregation: str) -> None:
-    assert token_weights([make_sample("a", "g", [0])], aggregation)[0].tolist() == [0.0]  # type: ignore[arg-type]

@@ -15,13 +15,13 @@ from reef.shelf import GrpoConfig, SaoConfig, ShelfConfig
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo-clip": {},
     "dual-clip": {"dual_clip": 3.0},
-    "old-trainer": {"old_policy": "trainer"},
+    "old-trainer": {"old_policy": "trainer", "correction": "tis"},
     "gspo": {"ratio": "gspo", "clip_low": 0.3, "clip_high": 0.4},
     "cispo": {"ratio": "cispo"},
     "sapo": {"ratio": "sapo"},
     "dis": {"ratio": "dis"},
     "dis-coding": {"ratio": "dis", "dis_preset": "coding"},
-    "decoupled": {"ratio": "decoupled"},
+    "decoupled": {"ratio": "decoupled", "proximal": "trainer"},
     "decoupled-interpolated": {"ratio": "decoupled", "proximal": "interpolated", "behaviour_cap": 1.5},
     "dppo": {"ratio": "dppo"},
     "none": {"ratio": "none"},
@@ -246,8 +246,8 @@ def test_loss_and_gradient_are_finite_at_an_extreme_log_ratio(name: str, advanta
 def test_against_the_trainer_s_own_policy_the_ratio_is_one_and_the_metric_still_the_engine_s() -> None:
     tokens = ones(2, logprobs=[-1.0, -1.0], engine_logprobs=[-2.0, -1.0], advantages=[2.0, -3.0])
     loss, gradient, metrics = run(config("old-trainer"), tokens)
-    assert loss.tolist() == [[-2.0, 3.0]]
-    assert gradient.tolist() == [[-2.0, 3.0]]
+    assert loss.tolist() == [[-4.0, 3.0]]  # of engine and trainer tis weighs the first token with 2 at most
+    assert gradient.tolist() == [[-4.0, 3.0]]
     np.testing.assert_allclose(metrics["ratio"], [[exp(1), 1.0]], rtol=1e-6)
     assert metrics["pg_clipfrac"].tolist() == [[0.0, 0.0]]
 

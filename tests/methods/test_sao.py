@@ -196,13 +196,6 @@ def test_a_running_mean_compares_a_rollout_with_its_prompt_s_past() -> None:
     assert [row.tolist() for row in new] == [[0, 1, 1], [0, 0, 1], [0, -1]]
 
 
-def test_a_running_mean_is_told_a_rollout_s_whole_kl() -> None:
-    sample, view = kl_case("0111", [0, 0.1, 0.2, 0.3], 1.0)
-    method = Sao({"advantage": "running-mean", "kl": "reward", "kl_coef": 0.5, "kl_estimator": "k1"})
-    found = method.advantages([sample], [view], {"a": [0.25]})
-    np.testing.assert_allclose(found, [[0, *[1 - 0.3 - 0.25] * 3]], atol=1e-6)
-
-
 @pytest.mark.parametrize("advantage", ["gae", "running-mean", "reinforce++"])
 @pytest.mark.parametrize("normalize", ["none", "whiten"])
 def test_a_sample_without_a_sampled_token_trains_nothing_and_spoils_nothing(advantage: str, normalize: str) -> None:

@@ -122,7 +122,7 @@ class PlainSao:
 
     def divergence(self, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         d = logprobs - reference
-        return {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[self.config.kl_estimator]
+        return {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[self.config.estimator]
 
     @torch.no_grad()
     def reference_logprobs(self, sample: Sample) -> torch.Tensor:

@@ -144,7 +144,7 @@ def found(make_model: MakeModel, make_batch: MakeBatch, config: Config, root: Pa
         process.start()
     found: Found = {}
     for _ in range(sum(task.spec.world_size for task in tasks)):
-        family, name, _, answer = answers.get(timeout=60)
+        family, name, _, answer = answers.get(timeout=100)
         found.setdefault(family, {}).setdefault(name, []).append(answer)
     for process in processes:
         process.join(20)
@@ -190,7 +190,7 @@ def test_policy_and_critic_learn_under_a_layout_as_on_one_rank(
     found: Found, root: Path, family: str, name: str
 ) -> None:
     expected = found[family]["one rank"][0]
-    rel, close = (1e-4, 1e-3) if family != "half" else (0.05, 0.05)
+    rel, close = (1e-5, 1e-4) if family != "half" else (0.05, 0.05)
     first = found[family][name][0]
     for answer in found[family][name]:
         assert answer.metrics == first.metrics  # the same on every rank
@@ -208,7 +208,7 @@ def test_policy_and_critic_learn_under_a_layout_as_on_one_rank(
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_critic_goes_on_from_a_checkpoint_of_another_layout(found: Found, family: str, name: str) -> None:
     expected = found[family]["one rank"][0]
-    rel, close = (1e-4, 1e-3) if family != "half" else (0.05, 0.05)
+    rel, close = (1e-5, 1e-4) if family != "half" else (0.05, 0.05)
     assert {key.split(".")[0] for key in expected.tensors} >= {"critic", "decoder", "embedding", "optimizer"}
     assert any(key.startswith("optimizer.state.exp_avg.critic.output_layer") for key in expected.tensors)
     for answer in found[family][name]:
@@ -225,4 +225,4 @@ def agree(metrics: list[dict[str, float]], expected: list[dict[str, float]], rel
     for step, reference in zip(metrics, expected, strict=True):
         assert step.keys() == reference.keys()
         for key, value in reference.items():
-            assert step[key] == pytest.approx(value, rel=rel, abs=rel / 10), key
+            assert step[key] == pytest.approx(value, rel=rel, abs=1e-6 if rel < 1e-3 else rel), key
