@@ -62,22 +62,24 @@ def test_arrays_are_shifted_to_the_position_that_predicts_and_padded_with_nothin
     longer = Sample("r2", "c2", "g", 0.0, *_four())
     gains, weights = np.array([0, 0, 2], np.float32), np.array([0, 0, 0.5], np.float32)
     zeros = np.zeros(4, np.float32)
-    batch = collate([sample, longer], [gains, zeros], [weights, zeros], torch.device("cpu"))
+    planes = {"advantages": [gains, zeros], "weights": [weights, zeros]}
+    batch = collate([sample, longer], planes, torch.device("cpu"))
     assert batch.ids[0].tolist() == [7, 8, 9, 0]
     assert batch.targets[0].tolist() == [8, 9, 0, 0]
     assert batch.mask[0].tolist() == [False, True, False, False]
-    assert batch.old_logprobs[0].tolist() == [0, -1.5, 0, 0]
-    assert batch.advantages[0].tolist() == [0, 2, 0, 0]
-    assert batch.weights[0].tolist() == [0, 0.5, 0, 0]
+    assert batch.planes["advantages"][0].tolist() == [0, 2, 0, 0]
+    assert batch.planes["weights"][0].tolist() == [0, 0.5, 0, 0]
+    assert batch.sequences.tolist() == [[0] * 4, [1] * 4]
     assert batch.positions[0].tolist() == [0, 1, 2, 3]
     assert batch.temperature[:, 0].tolist() == [np.float32(0.7), 1.0]
     assert (batch.starts, batch.packed) == (((0, 0), (1, 0)), None)
 
-    packed = collate([sample, longer], [gains, zeros], [weights, zeros], torch.device("cpu"), Form(True, divisor=4))
+    packed = collate([sample, longer], planes, torch.device("cpu"), Form(True, divisor=4))
     assert packed.ids.tolist() == [[7, 8, 9, 0, 1, 2, 3, 0]]
     assert packed.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
     assert packed.mask.tolist() == [[False, True, False, False, False, False, False, False]]
-    assert packed.weights.tolist() == [[0, 0.5, 0, 0, 0, 0, 0, 0]]
+    assert packed.planes["weights"].tolist() == [[0, 0.5, 0, 0, 0, 0, 0, 0]]
+    assert packed.sequences[0, :7].tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert packed.temperature.tolist() == [[np.float32(0.7)] * 3 + [1.0] * 5]
     assert packed.starts == ((0, 0), (0, 3))
     assert packed.packed is not None
@@ -127,7 +129,7 @@ def test_packed_sequences_on_a_gpu_have_the_log_probabilities_of_padded_ones(
 
 
 def test_no_sample_makes_one_masked_token() -> None:
-    batch = collate([], [], [], torch.device("cpu"))
+    batch = collate([], {}, torch.device("cpu"))
     assert batch.ids.shape == (1, 1)
     assert not batch.mask.any()
 
