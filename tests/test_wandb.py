@@ -31,6 +31,7 @@ from tests.wandb_files import HEADER, KEY, files, records, rows, run_of, serving
 ON = ("--observability.wandb.enabled", "true")
 KEYS = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE", "WANDB_SERVICE", "WANDB_IDENTITY_TOKEN_FILE")
 pytestmark = [
+    pytest.mark.slow,  # the real package: a process of its own for each run
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning"),  # wandb forgets a process that was killed
 ]
@@ -251,7 +252,6 @@ asyncio.run(live())
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("after", ["at once", "once begun", "once marked"])
 def test_after_a_kill_9_every_release_is_in_the_run(tmp_path: Path, after: str) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
@@ -284,7 +284,6 @@ def test_after_a_kill_9_every_release_is_in_the_run(tmp_path: Path, after: str) 
         assert all(steps(path) == [1, 2][: len(steps(path))] for path in before)
 
 
-@pytest.mark.slow
 def test_the_files_of_several_lives_are_synced_as_one_run_whatever_a_killed_one_left(tmp_path: Path) -> None:
     async def live(count: int) -> None:
         life = Life(tmp_path / "run")
@@ -313,7 +312,6 @@ def test_the_files_of_several_lives_are_synced_as_one_run_whatever_a_killed_one_
 # --- online -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_online_the_server_says_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def live(count: int) -> None:
         life = Life(tmp_path / "run")
@@ -331,7 +329,6 @@ def test_online_the_server_says_where_to_go_on(tmp_path: Path, monkeypatch: pyte
         assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
 def test_without_a_network_there_is_one_warning_and_the_service_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -416,7 +413,6 @@ def test_a_process_of_wandbs_that_is_killed_is_one_warning_and_its_rows_are_writ
     assert steps(files(tmp_path / "run")[-1]) == [1, 2, 3]
 
 
-@pytest.mark.slow
 def test_a_disk_that_takes_nothing_for_a_while_is_one_warning_and_nothing_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -438,7 +434,6 @@ def test_a_disk_that_takes_nothing_for_a_while_is_one_warning_and_nothing_is_los
     assert steps(path) == [1, 2]
 
 
-@pytest.mark.slow
 def test_a_process_of_wandbs_that_hangs_does_not_keep_the_service_from_ending(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,7 @@ def test_requests_are_admitted_in_order_of_arrival_within_the_rows(house) -> Non
     assert all(len(h.outputs[f"r{i}"].output_ids) == 3 for i in range(5))
 
 
+@pytest.mark.slow
 def test_a_long_request_waits_for_room_and_is_not_overtaken(house) -> None:
     h = house(max_rows=8, max_tokens=1024)
     h.ask("short", [5] * 10, 5)

@@ -24,7 +24,7 @@ MakeModel = Callable[..., Path]
 MakeBatch = Callable[..., Batch]
 MakeWorker = Callable[..., MegatronWorker]
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]  # whole steps beside plain PyTorch
 
 
 @contextmanager
