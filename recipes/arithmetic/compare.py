@@ -101,7 +101,7 @@ says: [recipes/sao](sao/README.md#what-it-learned-here).
 
 _HEAD = (
     "| Method | Seeds | Rollouts | Before | After, by seed | Mean gain | Tokens clipped or rejected "
-    "| Explained variance | Seconds |\n|---|---|---|---|---|---|---|---|---|"
+    "| Explained variance |\n|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -112,8 +112,7 @@ def _row(method: str, runs: Sequence[Result]) -> str:
         f"| {method} | {', '.join(str(run.seed) for run in runs)} | {runs[0].summary['rollouts']} "
         f"| {fmean(run.summary['accuracy_before'] for run in runs):.3f} | {after} "
         f"| {fmean(run.summary['gain'] for run in runs):+.3f} | {fmean(run.clipped for run in runs):.2%} "
-        f"| {f'{fmean(explained):.2f}' if explained else ''} "
-        f"| {fmean(run.summary['seconds'] for run in runs):.0f} |"
+        f"| {f'{fmean(explained):.2f}' if explained else ''} |"
     )
 
 
