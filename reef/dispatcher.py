@@ -464,8 +464,8 @@ class Dispatcher:
         served = self._engines.served
         if served is None:
             return False
-        held = await self._ledger.read(releases.get, scenario, served)
-        return held.restorable and held.content_id == content_id
+        held = await self._until_stored(self._ledger.read, releases.get, scenario, served)
+        return bool(held.restorable and held.content_id == content_id)
 
     async def _again(self, batch_id: str, attempt: int, error: str) -> None:
         """Attempt number `attempt` has failed: once more, or the batch ends."""

@@ -11,6 +11,7 @@ own. Everything goes over HTTP to a `reef serve` that is started for the run.
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 import time
 from collections import deque
@@ -228,8 +229,7 @@ def run(plan: Plan, out: Path, flags: Sequence[str], command: Sequence[str]) -> 
     recipe, own = METHODS[plan.method]
     out.mkdir(parents=True, exist_ok=True)
     run_dir = ROOT / "work" / "experiments" / f"{plan.method}-{plan.name}" / "run"
-    for left in sorted(run_dir.rglob("*"), reverse=True):
-        left.unlink() if not left.is_dir() else left.rmdir()
+    shutil.rmtree(run_dir, ignore_errors=True)
     config = ROOT / "recipes" / recipe / "serve.yaml"
     given = ("--reef.access", "open", "--storage.keep", "1", *own, *flags)
     with running_service(config, run_dir, given, say=lambda _line: None) as url:

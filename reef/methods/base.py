@@ -149,6 +149,8 @@ def _custom(path: str, config: Mapping[str, Any]) -> Method:
         raise ConfigError(f"recipe.implementation {path} refuses its config: {_lines(error)}", param=_PARAM) from None
     except Exception as error:
         raise ConfigError(f"recipe.implementation {path} refuses its config: {_said(error)}", param=_PARAM) from error
+    if method.critic is not None and found.critic_targets is Method.critic_targets:
+        raise ConfigError(f"recipe.implementation {path} has a critic and no critic_targets", param=_PARAM)
     return method
 
 

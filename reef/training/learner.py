@@ -21,7 +21,7 @@ from reef.faults import reach
 from reef.methods.base import Method, View
 from reef.methods.base import build as build_method
 from reef.methods.figures import batch_figures
-from reef.methods.gae import explained_variance
+from reef.methods.gae import explained_variance, values_before
 from reef.methods.weights import token_weights
 from reef.options import OptimizerOptions
 from reef.shelf import SaoConfig, critic_options
@@ -135,7 +135,7 @@ class Learner:
         """`config.critic_updates` updates on the same targets, which come from the values of before."""
         assert self.critic is not None
         samples = batch.samples
-        values = [np.concatenate([np.zeros(1, np.float32), _there(view.values)[:-1]]) for view in views]
+        values = [values_before(_there(view.values)).astype(np.float32) for view in views]
         targets = method.critic_targets(samples, views)
         weights = token_weights(samples, "token-mean", overlong_filter=config.overlong_filter)
         planes = {"old_values": values, "targets": targets, "weights": weights}

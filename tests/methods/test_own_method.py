@@ -13,7 +13,7 @@ from reef.errors import ConfigError
 from reef.methods.base import Method, Tokens, View, build
 from reef.methods.grpo import Grpo
 from reef.methods.sao import Sao
-from reef.shelf import GrpoConfig
+from reef.shelf import GrpoConfig, SaoConfig
 from reef.types import Candidate, Doubles
 from tests.methods import own_method
 from tests.methods.samples import make_sample
@@ -44,6 +44,14 @@ class Ranked(Grpo):
 
 class Patient(Sao):
     """A method without a constructor of its own."""
+
+
+class Unaimed(own_method.Imitate):
+    """A critic beside it, and nothing that it should learn."""
+
+    def __init__(self, config: dict[str, object]) -> None:
+        super().__init__(config)
+        self.critic = SaoConfig()
 
 
 class Silent(Method):
@@ -119,6 +127,7 @@ def test_a_class_that_only_inherits_takes_the_settings_of_ours() -> None:
         ({"name": PATH, "threshold": "high"}, "refuses its config: threshold: Input should be a valid number"),
         ({"name": f"{HERE}:Patient", "group_size": 8}, "refuses its config: (?s:.*)Extra inputs are not permitted"),
         ({"name": f"{HERE}:Patient", "clip-low": 2}, "refuses its config: (?s:.*)lower bound 1 - clip-low above 0"),
+        ({"name": f"{HERE}:Unaimed"}, "has a critic and no critic_targets"),
         ({"name": f"{HERE}:Silent"}, "refuses its config: Can't instantiate abstract class Silent"),
     ],
 )
