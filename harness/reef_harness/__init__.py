@@ -2,7 +2,7 @@
 
 from reef_harness.client import Client, Retry
 from reef_harness.drivers import GroupsDriver, Progress, Rollout, finish_on_sigint
-from reef_harness.evaluate import Evaluation, evaluate, wilson
+from reef_harness.evaluation import Evaluation, evaluate, wilson
 from reef_harness.graders import FinalGrader, Grader, Verdict
 from reef_harness.types import Choice, Completion, Item, Release, ReportState
 

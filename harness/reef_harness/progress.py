@@ -7,7 +7,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from reef_harness.drivers import Progress
-from reef_harness.evaluate import Answer
+from reef_harness.evaluation import Answer
 
 
 class _Bar:

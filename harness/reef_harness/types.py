@@ -10,16 +10,30 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One task to answer. ``gold`` is the right answer as text, in the form the grader expects."""
+    """One task to answer. ``gold`` is the right answer as text, in the form the grader expects; None: there is none.
+
+    ``source``, ``revision`` and ``split`` say where it comes from; ``slices`` are named values by which results are
+    taken apart, e.g. ``{"level": "hard"}``.
+    """
 
     id: str
     messages: tuple[Message, ...]
-    gold: str
+    gold: str | None
+    source: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    slices: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_text(cls, id: str, text: str, gold: str) -> "Item":
+    def from_text(cls, id: str, text: str, gold: str | None) -> "Item":
         """An item whose prompt is a single user message."""
         return cls(id, ({"role": "user", "content": text},), gold)
+
+    @property
+    def question(self) -> str:
+        """The last user message's text, for people and judges."""
+        asked = [message["content"] for message in self.messages if message["role"] == "user"]
+        return str(asked[-1]) if asked else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +44,8 @@ class Choice:
     text: str
     finish_reason: str
     receipt: str
-    token_ids: tuple[int, ...] | None = None  # only where asked for
+    token_ids: tuple[int, ...] | None = None  # only where asked for, as are
+    logprobs: tuple[float, ...] | None = None  # of the sampled tokens
 
 
 @dataclass(frozen=True, slots=True)

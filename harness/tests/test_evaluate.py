@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from reef_harness import Client, Evaluation, FinalGrader, Item, Retry, evaluate, wilson
 from reef_harness.errors import HarnessError
-from reef_harness.plot import learning_curve
+from reef_harness.evaluation.plot import learning_curve
 
 ITEMS = [Item.from_text(f"item{i}", f"{i}", str(i)) for i in range(20)]
 

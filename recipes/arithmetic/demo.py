@@ -21,8 +21,8 @@ from types import FrameType
 
 from reef_harness import Client, Evaluation, FinalGrader, GroupsDriver, Item, Release, evaluate, finish_on_sigint
 from reef_harness.errors import HarnessError
+from reef_harness.evaluation.plot import learning_curve
 from reef_harness.keys import find_key
-from reef_harness.plot import learning_curve
 from reef_harness.progress import AnswerBar, ReleaseBar
 
 from recipes.arithmetic.service import ROOT, ServiceFailed, answers, running_service, service_url

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from reef_harness import Client, Evaluation, FinalGrader, Item, Release, evaluate
 from reef_harness.errors import HarnessError
-from reef_harness.plot import learning_curve
+from reef_harness.evaluation.plot import learning_curve
 
 from recipes.arithmetic.demo import items, short
 from recipes.arithmetic.service import ROOT, ServiceFailed, running_service
@@ -136,7 +136,7 @@ class Run:
             )
         )
         return [
-            (choice.receipt, self._grader.grade(choice.text, item.gold, choice.finish_reason).score, f"{number}/{i}")
+            (choice.receipt, (await self._grader.judge(item, choice.text, choice.finish_reason)).score, f"{number}/{i}")
             for i, (item, answer) in enumerate(zip(problems, answers, strict=True))
             for choice in answer.choices
         ]

@@ -17,7 +17,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from reef_harness import Client, Evaluation, FinalGrader, GroupsDriver, Item, Verdict, evaluate, finish_on_sigint
+from reef_harness import (
+    Client,
+    Evaluation,
+    FinalGrader,
+    Grader,
+    GroupsDriver,
+    Item,
+    Verdict,
+    evaluate,
+    finish_on_sigint,
+)
 from reef_harness.errors import HarnessError
 
 from recipes.arithmetic.demo import fresh_run_dir, key_for, short
@@ -32,13 +42,14 @@ LR = 3e-4
 ALARM = {"metric": "accuracy", "drop": 0.1, "reward-rise": 0.25, "window": 40}
 
 
-@dataclass(frozen=True, slots=True)
-class LengthBonus:
+class LengthBonus(Grader):
     """Right or wrong as FinalGrader says it, but the score has `bonus` more for each character of the answer."""
 
-    bonus: float
-    id: str = "final-and-length"
-    version: str = "1"
+    id = "final-and-length"
+    version = "1"
+
+    def __init__(self, bonus: float) -> None:
+        self.bonus = bonus
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer; an answer that the limit of tokens cut is wrong, and has its bonus all the same."""

@@ -288,7 +288,7 @@ class GroupsDriver:
 
         if choice.finish_reason not in GRADABLE:
             return rollout(f"not a whole rollout: finish_reason {choice.finish_reason!r}")
-        verdict = self._grader.grade(choice.text, item.gold, choice.finish_reason)
+        verdict = await self._grader.judge(item, choice.text, choice.finish_reason)
         try:
             state = await self._client.report(
                 choice.receipt,

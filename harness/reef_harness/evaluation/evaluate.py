@@ -1,7 +1,6 @@
 """Held-out evaluation: one answer to each item, graded, never trained on."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,24 +8,9 @@ from dataclasses import dataclass, field
 from reef_harness.client import Client
 from reef_harness.drivers import GRADABLE
 from reef_harness.errors import HarnessError
+from reef_harness.evaluation.intervals import wilson
 from reef_harness.graders import Grader, Verdict
 from reef_harness.types import Completion, Item, Json
-
-
-def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Wilson's score interval of a proportion, 95% by default: (low, high), within 0 and 1.
-
-    Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927) 209. Raises ValueError unless 0 <= successes <= trials >= 1.
-    """
-    if trials < 1 or not 0 <= successes <= trials:
-        raise ValueError(f"wilson needs 0 <= successes <= trials and trials >= 1, got {successes} of {trials}")
-    share = successes / trials
-    scale = 1 + z * z / trials
-    centre = share + z * z / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    low = 0.0 if successes == 0 else (centre - spread) / scale
-    high = 1.0 if successes == trials else (centre + spread) / scale
-    return low, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +104,7 @@ async def _answer(
     choice = completion.choices[0]
     if choice.finish_reason not in GRADABLE:
         return Answer(item, completion, None, f"not a whole answer: finish_reason {choice.finish_reason!r}")
-    return Answer(item, completion, grader.grade(choice.text, item.gold, choice.finish_reason))
+    return Answer(item, completion, await grader.judge(item, choice.text, choice.finish_reason))
 
 
 def _evaluation(answers: list[Answer]) -> Evaluation:

@@ -1,0 +1,7 @@
+"""``python -m reef_harness``."""
+
+import sys
+
+from reef_harness.cli import main
+
+sys.exit(main())

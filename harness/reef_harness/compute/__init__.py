@@ -1,0 +1,1 @@
+"""Test-time compute: more tokens for one answer, counted."""

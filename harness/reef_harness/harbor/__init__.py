@@ -1,0 +1,1 @@
+"""Harbor (Python 3.12, extra ``harbor``): an agent that reports its scores, a plugin that reports the verifier's."""

@@ -1,0 +1,1 @@
+"""Monitoring: what a run did, on one page."""
