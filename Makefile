@@ -51,7 +51,8 @@ postgres:  ## the server that tests of a shared ledger start; where it cannot be
 $(INSTALLED): pyproject.toml harness/pyproject.toml constraints.txt
 	"$(PYTHON)" -c 'import sys; sys.exit("Reef needs Python 3.11 or 3.12, found " + sys.version) if sys.version_info[:2] not in ((3, 11), (3, 12)) else None'
 	"$(PYTHON)" -m venv .venv
-	$(RUN) pip install --quiet --constraint constraints.txt --editable './harness[plot]' --editable '.[dev,wandb]'
+	$(RUN) pip install --quiet --constraint constraints.txt --editable './harness[plot,json-schema,math-verify]' \
+		--editable '.[dev,wandb]'
 	touch $(INSTALLED)
 
 $(SGLANG_CPU): $(INSTALLED) requirements-sglang-cpu.txt

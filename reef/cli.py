@@ -232,7 +232,8 @@ def _status(arguments: argparse.Namespace, config: Config) -> int:
     several = sum(engine["role"] == "serving" for engine in status["engines"]) > 1
     for engine in status["engines"]:
         served = engine["release_id"] or "no release"
-        name = "candidate" if engine["role"] == "candidate" else f"engine {engine['index']}" if several else "engine"
+        name = f"engine {engine['index']}" if several else "engine"
+        name = name if engine["role"] == "serving" else engine["role"]
         print(f"{name:<10}{engine['state']}, serves {served}, {engine['in_flight']} in flight")
     if training is not None and training["paused"]:
         print(f"paused    {training['paused']}; reef promote RELEASE, or reef rollback RELEASE, goes on")

@@ -419,6 +419,9 @@ class EvaluationSection(Section):
     )
     command_timeout_s: float = Field(3600, gt=0, description="Seconds that the command may take.")
     canary: CanarySection = Field(default_factory=lambda: CanarySection(), description="Compare on live traffic.")
+    engine_idle_s: float = Field(
+        300, gt=0, description="Without requests for so long, an engine that is lent for an evaluation ends."
+    )
 
     @model_validator(mode="after")
     def _gate_has_a_use(self) -> "EvaluationSection":

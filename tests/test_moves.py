@@ -72,6 +72,7 @@ def test_back_and_forth_and_every_release_again_from_the_ledger(service: Any, tm
             "a release",
         )
     base, first, second, third = releases(service)
+    an_earlier_release_is_evaluated_in_an_engine_of_its_own(service, first["release_id"], third["release_id"])
     assert reef(service, "rollback", "nothing", check=1) == "reef: no release nothing in scenario s\n"
     assert "already" in reef(service, "rollback", third["release_id"], check=1)
     assert reef(service, "rollback", first["release_id"]).endswith("(rollback), step 1, released\n")
@@ -126,6 +127,34 @@ def test_back_and_forth_and_every_release_again_from_the_ledger(service: Any, tm
     shutil.copytree(again / head["release_id"], other)
     text = reef(service, "replay", "--inference.model-path", str(other), check=2)
     assert "training began with" in text
+
+
+def an_earlier_release_is_evaluated_in_an_engine_of_its_own(service: Any, first: str, head: str) -> None:
+    def ask(release: str) -> Any:
+        body = {"messages": [{"role": "user", "content": "2+3="}], "max_tokens": 8, "temperature": 0}
+        headers = {"x-reef-release": release, "x-reef-purpose": "eval"}
+        return service.post("/v1/chat/completions", body, headers=headers)
+
+    route = f"/reef/scenarios/s/releases/{first}/engine"
+    refused = ask(first)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "release_not_served")
+    for _ in range(2):  # two evaluations at once
+        assert service.post(route, {}).json() == {"release_id": first, "role": "evaluation"}
+    assert [engine["role"] for engine in service.status()["engines"]] == ["serving", "evaluation"]
+    assert f"evaluationready, serves {first}" in reef(service, "status")
+    answer = ask(first)
+    assert answer.headers["x-reef-release-id"] == first
+    receipt = service.get(f"/reef/receipts/{answer.headers['x-reef-agent-record-id']}").json()
+    assert {span["release_id"] for span in receipt["spans"]} == {first}
+    assert (served(service), ask(head).headers["x-reef-release-id"]) == (head, head)
+    taken = service.post(route.replace(first, head), {})
+    assert (taken.status_code, taken.json()["error"]["code"]) == (409, "engine_taken")
+    for _ in range(2):
+        assert ask(first).status_code == 200
+        assert service.client.delete(service.url + route).json() == {"release_id": first, "given_back": True}
+    assert service.client.delete(service.url + route).json() == {"release_id": first, "given_back": False}
+    assert ask(first).status_code == 409
+    assert [engine["role"] for engine in service.status()["engines"]] == ["serving"]
 
 
 MEASURE = """

@@ -19,6 +19,7 @@ from typing import Any
 from reef.config import Config
 from reef.engines.client import EngineClient
 from reef.engines.host import EngineHost, Host
+from reef.engines.lent import LentEngine
 from reef.engines.replica import Replica
 from reef.engines.transfer import Transfer
 from reef.errors import BusyError, ConfigError, ConflictError, EngineError, LoadFailedError, ReefError, UnavailableError
@@ -31,7 +32,8 @@ NEAREST_TO_READY = ("ready", "loading", "restarting", "starting", "failed", "sto
 
 
 class Engines:
-    """`inference.replicas` servers started here, or the one that `inference.url` names; and perhaps a candidate."""
+    """`inference.replicas` servers started here, or the one that `inference.url` names; perhaps a candidate; perhaps
+    one that is lent for evaluations."""
 
     def __init__(self, config: Config, metrics: Metrics, hosts: Callable[[str], Host] | None = None) -> None:
         """`hosts` gives what starts the server of a replica's name; none: an EngineHost each, or nobody with a url."""
@@ -48,6 +50,7 @@ class Engines:
         self._candidate_changing = asyncio.Lock()
         self._share = 0.0
         self._trial = False  # the candidate answers; else it waits for the next one
+        self._lent = LentEngine(lambda: self._replica("engine-evaluation"), config.evaluation.engine_idle_s)
         self.need_files: Callable[[], None] = lambda: None  # called when `lack_files` has become true
 
     @property
@@ -148,9 +151,9 @@ class Engines:
             replica.provide(published)
 
     async def stop(self) -> None:
-        """End the replicas and the candidate, as far as they were started here."""
+        """End the replicas, the candidate and what is lent, as far as they were started here."""
         everyone = [*self._replicas, *([self._candidate] if self._candidate is not None else [])]
-        await asyncio.gather(*(replica.stop() for replica in everyone))
+        await asyncio.gather(*(replica.stop() for replica in everyone), self._lent.stop())
 
     @contextlib.asynccontextmanager
     async def acquire(self, session: str | None = None, release: str | None = None) -> AsyncIterator[EngineClient]:
@@ -161,7 +164,7 @@ class Engines:
             release: the release that must answer; None: whichever serves, the candidate's share included.
 
         Raises:
-            ConflictError: that release is neither served nor on trial.
+            ConflictError: that release is neither served nor on trial nor lent.
             BusyError: too many wait for an engine already.
             UnavailableError: nobody who may answer opens in time.
         """
@@ -202,13 +205,33 @@ class Engines:
         """No more requests to the candidate. Its engine stays, for the next one."""
         self._share, self._trial = 0.0, False
 
+    async def lend(self, published: Published) -> None:
+        """Have an engine of its own answer requests that name a release, until it is given back.
+
+        Raises:
+            ConflictError: with `inference.url` Reef starts none, or it is lent for another release.
+            EngineError: it does not start with the release.
+        """
+        if self._config.inference.url is not None:
+            raise ConflictError(
+                f"{published.release_id} needs an engine of its own, and with inference.url Reef starts none",
+                code="no_engine",
+            )
+        await self._lent.lend(published)
+
+    async def give_back(self, release_id: str) -> bool:
+        """A borrower of `lend` is done; False where the release is not lent."""
+        return await self._lent.give_back(release_id)
+
     def describe(self) -> list[dict[str, Any]]:
-        """For /reef/status: the replicas, then the candidate."""
+        """For /reef/status: the replicas, then the candidate, then what is lent."""
         described = [
             {"role": "serving", "index": index, **replica.describe()} for index, replica in enumerate(self._replicas)
         ]
         if self._candidate is not None:
             described.append({"role": "candidate", "index": None, **self._candidate.describe()})
+        if self._lent.replica is not None:
+            described.append({"role": "evaluation", "index": None, **self._lent.replica.describe()})
         return described
 
     def pids(self) -> list[int]:
@@ -259,7 +282,9 @@ class Engines:
             self._num_waiting -= 1
 
     def _group(self, release: str | None) -> Sequence[Replica]:
-        """Those that may answer a request which names this release."""
+        """Those that may answer a request which names this release; where it is lent, nobody else."""
+        if release is not None and self._lent.replica is not None and release == self._lent.release:
+            return [self._lent.replica]
         if release in (None, self.served) or release in self._also_called:
             return self._replicas
         if self._candidate is not None and release == self.candidate:

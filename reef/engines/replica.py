@@ -69,6 +69,7 @@ class Replica:
         self.state = "starting"  # starting | ready | loading | restarting | failed | stopped
         self.error: str | None = None
         self.num_in_flight = 0
+        self.num_used = 0  # requests so far
         self.last_load: Mapping[str, float] = {}
 
     @property
@@ -96,6 +97,7 @@ class Replica:
         """The client to send one request with. Only while it is ready."""
         assert self._client is not None
         self.num_in_flight += 1
+        self.num_used += 1
         try:
             yield self._client
         finally:

@@ -51,6 +51,8 @@ NEEDS: Final[Mapping[str, str]] = {
     "GET /reef/scenarios/{name}/releases/{release_id}": ANY,
     "GET /reef/scenarios/{name}/releases/{release_id}/lineage": ANY,
     "POST /reef/scenarios/{name}/releases/{release_id}/evaluations": "admin",
+    "POST /reef/scenarios/{name}/releases/{release_id}/engine": "admin",
+    "DELETE /reef/scenarios/{name}/releases/{release_id}/engine": "admin",
     "POST /reef/scenarios/{name}/update": "admin",
     "POST /reef/scenarios/{name}/rollback": "admin",
     "POST /reef/scenarios/{name}/promote": "admin",

@@ -1,5 +1,6 @@
 """Scenarios and their release chains."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from reef.alarms import Mark
-from reef.errors import BadRequestError, ConflictError
+from reef.errors import BadRequestError, ConflictError, LoadFailedError
 from reef.ledger import held_out, lease, releases, reports, scenarios
 from reef.ledger.scenarios import Scenario
 from reef.service.access import caller, require_scenario
@@ -196,6 +197,36 @@ async def add_evaluation(name: str, release_id: str, http: HttpRequest) -> Respo
     marks = await house.ledger.read(held_out.marks, [release], alarms)
     shown = _show_marks(marks.get(release_id, ()))
     return json_response({"release_id": release_id, "stored": True, "alarms": shown}, 201)
+
+
+@router.post("/{name}/releases/{release_id}/engine", responses=answers(404, 409, 503))
+async def lend_engine(name: str, release_id: str, http: HttpRequest) -> Response:
+    """Have a release answered for an evaluation, whatever is served: in an engine of its own, once this returns.
+
+    Requests that name it (`x-reef-release`) go there until it is given back, or nobody
+    asks for `evaluation.engine-idle-s`. `role` says who answers: `evaluation`, or `serving` where the release is served
+    and no other can be, or no other engine can be started.
+    """
+    house = house_of(http)
+    storage = house.require_ready()
+    release = await house.ledger.read(releases.get, name, release_id)
+    stays = not house.trains and not house.ledger.shared
+    if release.id == house.engines.served and (stays or house.config.inference.url is not None):
+        return json_response({"release_id": release.id, "role": "serving"})
+    try:
+        published = await asyncio.to_thread(storage.published, release)
+    except LoadFailedError as error:
+        raise ConflictError(f"{release_id} cannot be loaded: {error.message}", code="no_weights") from error
+    await house.engines.lend(published)
+    return json_response({"release_id": release.id, "role": "evaluation"})
+
+
+@router.delete("/{name}/releases/{release_id}/engine", responses=answers(404, 503))
+async def give_engine_back(name: str, release_id: str, http: HttpRequest) -> Response:
+    """An evaluation is done: the engine ends with the last of those that asked for it."""
+    house = house_of(http)
+    release = await house.ledger.read(releases.get, name, release_id)
+    return json_response({"release_id": release.id, "given_back": await house.engines.give_back(release.id)})
 
 
 async def _dispatcher(house: House, name: str) -> "Dispatcher":

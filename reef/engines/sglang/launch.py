@@ -150,9 +150,10 @@ def environment(config: Config, name: str, directory: Path, port: int) -> dict[s
 
 
 def place(config: Config, name: str) -> int:
-    """Which share of the GPUs a replica has: `engine-1` the second, the candidate the one after all replicas'."""
+    """Which share of the GPUs a replica has: `engine-1` the second, then the candidate, then what is lent."""
     suffix = name.rpartition("-")[2]
-    return int(suffix) if suffix.isdigit() else config.inference.replicas
+    after = {"candidate": 0, "evaluation": int(bool(config.evaluation.gate))}
+    return int(suffix) if suffix.isdigit() else config.inference.replicas + after[suffix]
 
 
 def devices(config: Config, name: str) -> list[int]:
