@@ -1,21 +1,23 @@
 """An asynchronous client of a Reef service: ask, report, and follow what became of the reports."""
 
 import asyncio
-import math
 import random
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-from urllib.parse import quote
+from typing import Any, Self, Unpack
 
 import httpx
 
+from reef_harness import wire
 from reef_harness.errors import (
+    BrokenStream,
+    Closed,
     EngineFailed,
+    HarnessError,
     NotFound,
     ServiceError,
     TooManyRequests,
@@ -25,9 +27,15 @@ from reef_harness.errors import (
     from_response,
 )
 from reef_harness.keys import KEY_FILE, find_key, is_here
-from reef_harness.types import Choice, Completion, Json, Message, Release, ReportState
+from reef_harness.lanes import transport_for
+from reef_harness.streams import Assembly, event_data
+from reef_harness.types import Completion, Delta, Explanation, Json, Message, Release, ReportState
+from reef_harness.wire import Asking, Grading, part
 
+TIMEOUT_S = 630.0  # longer than the service lets a request take: then it is the service that says so
+MAX_CONNECTIONS = 256
 _NOT_STARTED = (TooManyRequests, Unavailable)  # refused before any work: safe to ask again
+_RELEASES_A_PAGE = 1000  # the service gives no more at once
 _TRANSIENT = (*_NOT_STARTED, EngineFailed)  # safe to try again only where the request is idempotent
 
 
@@ -51,7 +59,8 @@ class Client:
     ``scenario`` is the default for every call. The key that is sent as a bearer token is ``token``, else REEF_API_KEY,
     else, for a service on this machine, the content of ``key_file``. Requests that the service refused before starting
     (429, 503) are tried again within ``retry``, honouring Retry-After; so are, for idempotent calls, broken connections
-    and gateway errors. Every failure is a subclass of :class:`reef_harness.errors.HarnessError`.
+    and gateway errors. At most ``max_connections`` requests are in work at once, others wait. Every failure is a
+    subclass of :class:`reef_harness.errors.HarnessError`; arguments that make no sense are a ValueError or TypeError.
     """
 
     def __init__(
@@ -61,19 +70,24 @@ class Client:
         scenario: str | None = None,
         token: str | None = None,
         key_file: Path = KEY_FILE,
-        timeout_s: float = 300.0,
-        max_connections: int = 256,
+        timeout_s: float = TIMEOUT_S,
+        max_connections: int = MAX_CONNECTIONS,
         retry: Retry | None = None,
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"expected a service's URL, http://HOST:PORT or https://HOST, got {url!r}")
         self.url = url.rstrip("/")
         self.scenario = scenario
+        self.max_connections = max_connections
         self.retry = retry or Retry()
         key = find_key(self.url, token, key_file)
+        self._timeout = httpx.Timeout(timeout_s, connect=10.0, pool=None)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             trust_env=not is_here(self.url),
-            timeout=httpx.Timeout(timeout_s, connect=10.0, pool=None),
+            timeout=self._timeout,
+            transport=transport_for(self.url, max_connections),
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
         )
 
@@ -91,127 +105,81 @@ class Client:
 
     # ---- asking
 
-    async def chat(
-        self,
-        messages: str | Sequence[Message],
-        *,
-        n: int = 1,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        scenario: str | None = None,
-        session: str | None = None,
-        purpose: str | None = None,
-        release: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Completion:
-        """Ask for ``n`` answers to a conversation (a string is one user message).
+    async def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Completion:
+        """Ask for answers to a conversation (a string is one user message): :class:`reef_harness.wire.Asking`.
 
-        ``purpose="eval"`` keeps the answers out of training; ``release`` must be the one that answers (the service
-        refuses where it is neither served nor held); ``tags`` become ``x-reef-tag-*`` headers; ``extra`` adds
-        further body fields (``top_p``, ``tools``, ``return_token_ids``, …).
+        Asked again only where the service refused before it began. ``tools`` and the like go into ``extra``.
         """
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        body = {
-            "messages": list(messages),
-            "n": n,
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            **(extra or {}),
-        }
-        headers = self._headers(scenario, session, purpose, release, tags)
-        response = await self._send("POST", "/v1/chat/completions", body=_given(body), headers=headers)
-        return _completion(response)
+        body, headers = wire.chat_body(messages, asking), wire.ask_headers(asking, self.scenario)
+        return wire.completion(await self._send("POST", "/v1/chat/completions", body=body, headers=headers))
 
-    async def completions(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n: int = 1,
-        temperature: float = 1.0,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        scenario: str | None = None,
-        session: str | None = None,
-        purpose: str | None = None,
-        release: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Completion:
-        """Ask for ``n`` continuations of a text or of token ids; the other arguments are those of :meth:`chat`."""
-        body = {
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "n": n,
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            **(extra or {}),
-        }
-        headers = self._headers(scenario, session, purpose, release, tags)
-        response = await self._send("POST", "/v1/completions", body=_given(body), headers=headers)
-        return _completion(response)
+    async def completions(self, prompt: str | Sequence[int], **asking: Unpack[Asking]) -> Completion:
+        """Ask for continuations of a text or of token ids; the other arguments are those of :meth:`chat`."""
+        body, headers = wire.completion_body(prompt, asking), wire.ask_headers(asking, self.scenario)
+        return wire.completion(await self._send("POST", "/v1/completions", body=body, headers=headers))
+
+    async def stream(
+        self, messages: str | Sequence[Message], **asking: Unpack[Asking]
+    ) -> AsyncGenerator[Delta | Completion]:
+        """As :meth:`chat`, told as it comes: deltas of text, reasoning and tool calls, then the Completion, last.
+
+        Raises BrokenStream where the stream ends early; a Completion only comes once its receipts are durable. Whoever
+        leaves the loop before its end closes the generator (``contextlib.aclosing``): that ends the work on the engine.
+        """
+        body = wire.chat_body(messages, asking, stream=True, stream_options={"include_usage": True})
+        headers = wire.ask_headers(asking, self.scenario)
+        response = await self._send("POST", "/v1/chat/completions", body=body, headers=headers, stream=True)
+        try:
+            url = str(response.request.url)
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                kind = response.headers.get("content-type")
+                raise UnexpectedAnswer(f"{url} answered a stream with {kind}, not text/event-stream")
+            assembly = Assembly(
+                url, response.headers.get(wire.RECEIPT_HEADER), response.headers.get(wire.RELEASE_HEADER)
+            )
+            async for data in event_data(response.aiter_bytes()):
+                for delta in assembly.take(data):
+                    yield delta
+            yield assembly.completion()
+        except httpx.HTTPError as error:
+            raise BrokenStream(f"{url}: the stream broke: {type(error).__name__} {error}".rstrip()) from error
+        finally:
+            await response.aclose()
 
     # ---- reporting
 
     async def report(
-        self,
-        references: str | Sequence[str],
-        score: float | None = None,
-        *,
-        outcome: str | None = None,
-        reason_code: str | None = None,
-        rewards: Mapping[str, float] | None = None,
-        feedback: str | Mapping[str, Any] | None = None,
-        group: str | None = None,
-        grader: tuple[str, str] | None = None,
-        truncated: bool | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        report_id: str | None = None,
+        self, references: str | Sequence[str], score: float | None = None, **grading: Unpack[Grading]
     ) -> ReportState:
-        """Grade one or more receipts; return once the report is durable.
+        """Grade one or more receipts (:class:`reef_harness.wire.Grading`); return once the report is durable.
 
         Idempotent: the report's id is made once (or given), and every retry sends the same id and body. ``grader`` is
         (id, version). Raises ValueError for a score that is not a finite number.
         """
-        if score is not None and not math.isfinite(score):
-            raise ValueError(f"a score must be a finite number, got {score}")
-        body = {
-            "agent_record_id": report_id or f"report-{uuid.uuid4().hex}",
-            "references": [references] if isinstance(references, str) else list(references),
-            "score": score,
-            "outcome": outcome,
-            "reason_code": reason_code,
-            "rewards": rewards,
-            "feedback": feedback,
-            "group": group,
-            "grader": {"id": grader[0], "version": grader[1]} if grader else None,
-            "truncated": truncated,
-            "metadata": metadata,
-        }
-        return _report_state(await self._json("POST", "/reef/report", body=_given(body), idempotent=True))
+        body = wire.report_body(references, score, grading)
+        return wire.report_state(await self._json("POST", "/reef/report", body=body, idempotent=True))
 
     async def report_state(self, report_id: str) -> ReportState:
         """What became of a report."""
-        return _report_state(await self._json("GET", f"/reef/reports/{_part(report_id)}"))
+        return wire.report_state(await self._json("GET", f"/reef/reports/{part(report_id)}"))
 
     async def receipt(self, receipt_id: str) -> Json:
         """The whole receipt: ids, log-probabilities, releases, digests."""
-        return await self._json("GET", f"/reef/receipts/{_part(receipt_id)}")
+        return await self._json("GET", f"/reef/receipts/{part(receipt_id)}")
 
-    async def why(self, id: str) -> Json:
-        """Explain a report (its state and the release it trained), or a receipt, by whichever of the two ``id`` is."""
+    async def why(self, id: str) -> Explanation:
+        """Explain a report or a receipt, by whichever of the two ``id`` is. Raises NotFound where it is neither."""
         try:
             report = await self.report_state(id)
         except NotFound:
-            return {"receipt": await self.receipt(id)}
-        explained: Json = {"report": report.raw}
+            return Explanation(receipt=await self.receipt(id))
         scenario = report.raw.get("scenario") or self.scenario
-        if report.release and scenario:
-            explained["release"] = next((r for r in await self.releases(scenario) if r.id == report.release), None)
-        return explained
+        if not report.release or not scenario:
+            return Explanation(report)
+        release, lineage = await asyncio.gather(
+            self.release(report.release, scenario), self.lineage(report.release, scenario)
+        )
+        return Explanation(report, None, release, lineage)
 
     # ---- scenarios and releases
 
@@ -224,10 +192,35 @@ class Client:
         """Create a scenario, or return the one there is."""
         return await self._json("POST", "/reef/scenarios", body={"name": name}, idempotent=True)
 
-    async def releases(self, scenario: str | None = None, *, limit: int = 1000) -> list[Release]:
-        """The scenario's chain, newest first, at most ``limit`` links of it."""
-        path = f"/reef/scenarios/{_part(self._scenario(scenario))}/releases?limit={limit}"
-        return [_release(entry) for entry in (await self._json("GET", path))["releases"]]
+    async def contract(self, scenario: str | None = None) -> Json:
+        """The method's settings (``config``), the model, and the schema of a report."""
+        return await self._json("GET", f"{self._path(scenario)}/contract")
+
+    async def queue(self, scenario: str | None = None) -> Json:
+        """Mode, ``head``, and how many reports are ``pending`` and ``reserved``."""
+        return await self._json("GET", self._path(scenario))
+
+    async def releases(
+        self, scenario: str | None = None, *, limit: int | None = 1000, before: int | None = None
+    ) -> list[Release]:
+        """The scenario's chain, newest first: at most ``limit`` links (None: all), those numbered below ``before``."""
+        found: list[Release] = []
+        while limit is None or len(found) < limit:
+            size = _RELEASES_A_PAGE if limit is None else min(_RELEASES_A_PAGE, limit - len(found))
+            query = f"limit={size}" if before is None else f"limit={size}&before={before}"
+            listed = (await self._json("GET", f"{self._path(scenario)}/releases?{query}"))["releases"]
+            found += [wire.release(entry) for entry in listed]
+            if len(listed) < size or (before := found[-1].number) is None:
+                break
+        return found
+
+    async def release(self, release: str, scenario: str | None = None) -> Release:
+        """One link of the chain."""
+        return wire.release(await self._json("GET", f"{self._path(scenario)}/releases/{part(release)}"))
+
+    async def lineage(self, release: str, scenario: str | None = None) -> Json:
+        """The batch that made a release: its ``samples``, each with report, receipt, group and reward."""
+        return await self._json("GET", f"{self._path(scenario)}/releases/{part(release)}/lineage")
 
     async def current_release(self, scenario: str | None = None) -> Release:
         """The head of the chain: what the engine serves, or is about to load."""
@@ -255,8 +248,37 @@ class Client:
 
     async def store_evaluation(self, release: str, result: Mapping[str, Any], scenario: str | None = None) -> Json:
         """Store a held-out result on a release."""
-        path = f"/reef/scenarios/{_part(self._scenario(scenario))}/releases/{_part(release)}/evaluations"
+        path = f"{self._path(scenario)}/releases/{part(release)}/evaluations"
         return await self._json("POST", path, body=dict(result))
+
+    @asynccontextmanager
+    async def engine_for(
+        self, release: str, scenario: str | None = None, *, timeout_s: float = 600.0
+    ) -> AsyncIterator[str]:
+        """Within the block, requests that name ``release`` are answered by it, whatever is served meanwhile.
+
+        The value is who answers: ``serving``, ``candidate``, or ``evaluation``, an engine of its own, which the service
+        is told to end with the block. Starting one can take minutes; ``timeout_s`` is for that. Raises Conflict where
+        another release has the engine, or this one's weights are gone.
+        """
+        path = f"{self._path(scenario)}/releases/{part(release)}/engine"
+        # Neither is idempotent: the service counts who asked.
+        role = str((await self._json("POST", path, timeout_s=timeout_s)).get("role"))
+        try:
+            yield role
+        except BaseException as error:
+            if role == "evaluation":
+                await self._give_back(path, error)
+            raise
+        if role == "evaluation":
+            await self._json("DELETE", path)
+
+    async def _give_back(self, path: str, reason: BaseException) -> None:
+        """End an engine after a failure, which matters more than one of this."""
+        try:
+            await self._json("DELETE", path)
+        except HarnessError as error:
+            reason.add_note(f"and the engine was not given back (it ends when idle): {error}")
 
     # ---- the service itself
 
@@ -280,36 +302,45 @@ class Client:
             raise ValueError("name a scenario, here or when making the Client")
         return name
 
-    def _headers(
-        self,
-        scenario: str | None,
-        session: str | None,
-        purpose: str | None,
-        release: str | None,
-        tags: Mapping[str, str] | None,
-    ) -> dict[str, str]:
-        headers = {
-            "x-reef-scenario": scenario or self.scenario,
-            "x-reef-session": session,
-            "x-reef-purpose": purpose,
-            "x-reef-release": release,
-        }
-        named = {f"x-reef-tag-{name}": value for name, value in (tags or {}).items()}
-        return {name: value for name, value in headers.items() if value is not None} | named
+    def _path(self, scenario: str | None) -> str:
+        return f"/reef/scenarios/{part(self._scenario(scenario))}"
 
-    async def _json(self, method: str, path: str, *, body: Json | None = None, idempotent: bool = False) -> Json:
-        response = await self._send(method, path, body=body, headers={}, idempotent=idempotent or method == "GET")
-        return _object(response)
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Json | None = None,
+        idempotent: bool = False,
+        timeout_s: float | None = None,
+    ) -> Json:
+        idempotent = idempotent or method == "GET"
+        response = await self._send(method, path, body=body, headers={}, idempotent=idempotent, timeout_s=timeout_s)
+        return wire.json_object(response)
 
     async def _send(
-        self, method: str, path: str, *, body: Json | None, headers: dict[str, str], idempotent: bool = False
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Json | None,
+        headers: dict[bytes, bytes],
+        idempotent: bool = False,
+        stream: bool = False,
+        timeout_s: float | None = None,
     ) -> httpx.Response:
-        """Send until answered below 400, an error not worth a retry, or the end of ``retry.total_s``."""
+        """Send until answered below 400, an error not worth a retry, or the end of ``retry.total_s``.
+
+        With ``stream`` the answer's body is still to be read, and the answer to be closed.
+        """
         deadline = time.monotonic() + self.retry.total_s
+        timeout = self._timeout if timeout_s is None else httpx.Timeout(timeout_s, connect=10.0, pool=None)
         attempt = 0
         while True:
+            # Built here each time: one that was sent has no body left to send.
+            request = self._http.build_request(method, path, json=body, headers=headers, timeout=timeout)
             try:
-                return await self._send_once(method, path, body, headers)
+                return await self._send_once(request, stream)
             except (Unreachable, ServiceError) as error:
                 asked_s = error.retry_after_s if isinstance(error, ServiceError) else None
                 pause_s = self.retry.pause_s(attempt, asked_s)
@@ -318,12 +349,17 @@ class Client:
             attempt += 1
             await asyncio.sleep(pause_s)
 
-    async def _send_once(self, method: str, path: str, body: Json | None, headers: dict[str, str]) -> httpx.Response:
+    async def _send_once(self, request: httpx.Request, stream: bool) -> httpx.Response:
+        if self._http.is_closed:
+            raise Closed(f"the client of {self.url} is closed")
         try:
-            response = await self._http.request(method, path, json=body, headers=headers)
+            response = await self._http.send(request, stream=stream)
+            if response.status_code >= 400:
+                await response.aread()
         except httpx.HTTPError as error:
-            raise Unreachable(f"{method} {self.url}{path}: {type(error).__name__} {error}".rstrip()) from error
+            raise Unreachable(f"{request.method} {request.url}: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code >= 400:
+            await response.aclose()
             raise from_response(response)
         return response
 
@@ -332,80 +368,3 @@ def _worth_a_retry(error: Unreachable | ServiceError, idempotent: bool) -> bool:
     if isinstance(error, Unreachable):
         return idempotent or isinstance(error.__cause__, httpx.ConnectError)
     return isinstance(error, _TRANSIENT if idempotent else _NOT_STARTED)
-
-
-def _given(body: Json) -> Json:
-    """The fields that were given: the service refuses nulls and unknown fields alike."""
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _part(name: str) -> str:
-    """A name as one segment of a path, whatever is in it."""
-    return quote(name, safe="")
-
-
-def _object(response: httpx.Response) -> Json:
-    try:
-        body = response.json()
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise UnexpectedAnswer(
-            f"{response.request.url} answered {response.status_code} without a JSON object: {response.text[:200]!r}"
-        )
-    return body
-
-
-def _completion(response: httpx.Response) -> Completion:
-    body = _object(response)
-    usage = body.get("usage") or {}
-    try:
-        return Completion(
-            choices=tuple(_choice(choice, response.headers) for choice in body["choices"]),
-            release=response.headers["x-reef-release-id"],
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            completion_tokens=usage.get("completion_tokens", 0),
-            raw=body,
-        )
-    except KeyError as error:
-        raise UnexpectedAnswer(f"{response.request.url} answered without {error}: is it a Reef service?") from error
-
-
-def _choice(choice: Json, headers: httpx.Headers) -> Choice:
-    receipt = choice.get("reef_agent_record_id")
-    if receipt is None and choice["index"] == 0:
-        receipt = headers["x-reef-agent-record-id"]
-    if receipt is None:
-        raise KeyError(f"choices[{choice['index']}].reef_agent_record_id")
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    token_ids = choice.get("token_ids")
-    return Choice(
-        choice["index"], text or "", choice["finish_reason"], receipt, None if token_ids is None else tuple(token_ids)
-    )
-
-
-def _report_state(body: Json) -> ReportState:
-    try:
-        return ReportState(
-            body["agent_record_id"], body["state"], body.get("reason"), body.get("step"), body.get("release_id"), body
-        )
-    except KeyError as error:
-        raise UnexpectedAnswer(f"a report's state came without {error}: {body}") from error
-
-
-def _release(entry: Json) -> Release:
-    try:
-        return Release(
-            entry["release_id"],
-            entry["parent_release_id"],
-            entry["content_id"],
-            entry["operation"],
-            entry["step"],
-            entry["checkpoint"],
-            entry["restorable"],
-            entry["current"],
-            entry["created_at"],
-            entry["metrics"] or {},
-        )
-    except KeyError as error:
-        raise UnexpectedAnswer(f"a release came without {error}: {entry}") from error

@@ -17,6 +17,25 @@ class UnexpectedAnswer(HarnessError):
     """Something answered, but not as Reef does (no receipt, no JSON): probably not a Reef service."""
 
 
+class BrokenStream(HarnessError):
+    """A stream ended before its answer was whole: there is no receipt to grade. ``code`` is the service's, if it said.
+
+    What came of the answer until then was told in deltas; the service keeps it as an aborted receipt: it never trains.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Closed(HarnessError):
+    """The client was closed: before the request, or while it was in work."""
+
+
+class WrongRecords(HarnessError):
+    """A driver's records cannot be gone on with: another driver's, damaged, or in use."""
+
+
 class Stalled(HarnessError):
     """The service is up but has not moved for too long; the message says what was awaited."""
 
@@ -57,7 +76,11 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """409: the same id came with another body, or the recipe differs."""
+    """409: the same id came with another body, the recipe differs, the release named does not answer, …"""
+
+
+class Gone(ServiceError):
+    """410: it was there and was deleted, e.g. the receipt that a request continues."""
 
 
 class TooLarge(ServiceError):
@@ -82,6 +105,7 @@ _BY_STATUS: dict[int, type[ServiceError]] = {
     403: Forbidden,
     404: NotFound,
     409: Conflict,
+    410: Gone,
     413: TooLarge,
     422: BadRequest,
     429: TooManyRequests,

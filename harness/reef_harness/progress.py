@@ -2,26 +2,30 @@
 
 import sys
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
 from reef_harness.drivers import Progress
 from reef_harness.evaluation import Answer
 
+_LINE_EVERY_S = 10.0  # without a terminal
+
 
 class _Bar:
-    def __init__(self, total: int, name: str, unit: str) -> None:
-        pause_s = 0.1 if sys.stderr.isatty() else 10.0
+    def __init__(self, total: int | None, name: str, unit: str) -> None:
+        terminal = sys.stderr.isatty()
+        pause_s = 0.1 if terminal else _LINE_EVERY_S
         self._bar: tqdm[Any] = tqdm(
             total=total,
             desc=name,
             unit=unit,
-            dynamic_ncols=True,
+            file=sys.stderr if terminal else _Lines(sys.stderr),
+            dynamic_ncols=terminal,
             mininterval=pause_s,
             maxinterval=pause_s,
             miniters=0,
-            leave=None,
+            leave=True,
         )
 
     def __enter__(self) -> Self:
@@ -33,21 +37,40 @@ class _Bar:
         self._bar.close()
 
 
-class ReleaseBar(_Bar):
-    """One bar over a driver's releases, with the reward and the last release: ``progress=ReleaseBar(45)``."""
+class _DriverBar(_Bar):
+    def _show(self, progress: Progress, reached: int) -> None:
+        staleness = "-" if progress.staleness is None else f"{progress.staleness:.1f}"
+        self._bar.set_postfix_str(
+            f"reward {progress.reward:.2f}, length {progress.length:.0f}, rollouts {progress.rollouts}, "
+            f"failed {progress.failed}, release {progress.release or '-'}, staleness {staleness}",
+            refresh=False,
+        )
+        self._bar.update(min(reached, self._bar.total or reached) - self._bar.n)
+
+
+class ReleaseBar(_DriverBar):
+    """One bar over a driver's releases: ``progress=ReleaseBar(45)``.
+
+    Beside it reward, length and staleness of the last batch of rollouts, and the last release that they trained.
+    """
 
     def __init__(self, releases: int) -> None:
         super().__init__(releases, "training", "release")
 
     def __call__(self, progress: Progress) -> None:
         """Show where the driver stands."""
-        self._bar.set_postfix_str(
-            f"reward {progress.reward:.2f}, rollouts {progress.rollouts}, "
-            f"failed {progress.failed}, release {progress.release or '-'}",
-            refresh=False,
-        )
-        total = self._bar.total or 0
-        self._bar.update(min(progress.releases, total) - self._bar.n)
+        self._show(progress, progress.releases)
+
+
+class RolloutBar(_DriverBar):
+    """One bar over a driver's reported rollouts, for runs that no number of releases ends; None: no end is known."""
+
+    def __init__(self, rollouts: int | None) -> None:
+        super().__init__(rollouts, "rollouts", "rollout")
+
+    def __call__(self, progress: Progress) -> None:
+        """Show where the driver stands."""
+        self._show(progress, progress.rollouts - progress.failed)
 
 
 class AnswerBar(_Bar):
@@ -65,3 +88,20 @@ class AnswerBar(_Bar):
         if self._graded:
             self._bar.set_postfix_str(f"correct {self._correct / self._graded:.3f}", refresh=False)
         self._bar.update()
+
+
+class _Lines:
+    """What a bar writes, as lines: a log keeps no carriage returns."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write one state of the bar as a line; the moves of the cursor between them are none."""
+        if line := text.strip("\r\n "):
+            self._stream.write(line + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        self._stream.flush()

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from reef_harness.client import Client, Retry
+from reef_harness.client import MAX_CONNECTIONS, TIMEOUT_S, Client, Retry
 from reef_harness.errors import HarnessError
 from reef_harness.keys import KEY_FILE
 from reef_harness.types import Json
@@ -23,7 +23,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-async def connect(arguments: argparse.Namespace) -> Client:
+async def connect(
+    arguments: argparse.Namespace, *, timeout_s: float = TIMEOUT_S, max_connections: int = MAX_CONNECTIONS
+) -> Client:
     """A client of the service that the options name, which is there and takes our key.
 
     Without ``--scenario`` it is the only one there, or the one that trains. Raises HarnessError where the service does
@@ -35,12 +37,12 @@ async def connect(arguments: argparse.Namespace) -> Client:
     scenario = arguments.scenario or _only(there)
     if scenario not in [found["name"] for found in there]:
         raise HarnessError(f"{url} has no scenario {scenario!r}, only {_names(there)}")
-    return Client(url, scenario=scenario, key_file=key_file)
+    return Client(url, scenario=scenario, key_file=key_file, timeout_s=timeout_s, max_connections=max_connections)
 
 
 def _only(there: Sequence[Json]) -> str:
     """The one scenario, or the one that trains."""
-    chosen = there if len(there) == 1 else [found for found in there if found["training"]]
+    chosen = there if len(there) == 1 else [found for found in there if found["trains"]]
     if len(chosen) != 1:
         raise HarnessError(f"--scenario must say which one is meant: {_names(there)}")
     return str(chosen[0]["name"])

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from reef_harness import Client, Retry
+from reef_harness import Client, Conversation, Retry
 from reef_harness import errors as e
 
 QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=2.0)
@@ -139,6 +139,7 @@ def test_nothing_listening_is_unreachable() -> None:
         (403, e.Forbidden),
         (404, e.NotFound),
         (409, e.Conflict),
+        (410, e.Gone),
         (413, e.TooLarge),
         (418, e.ServiceError),
         (500, e.ServiceError),
@@ -162,6 +163,157 @@ def test_a_stranger_without_receipts_is_not_taken_for_a_service(service: Any) ->
         with_client(service.url, lambda c: c.chat("hi"))
 
 
+def test_ids_and_log_probabilities_come_where_they_are_asked_for(service: Any) -> None:
+    async def call(client: Client) -> Any:
+        asked = {"logprobs": True, "token_ids": True, "n": 2}
+        return await client.chat("hi", **asked), await client.completions([1, 2], **asked), await client.chat("hi")
+
+    chat, text, plain = with_client(service.url, call)
+    for answer in (chat, text):
+        assert [choice.token_ids for choice in answer.choices] == [(10, 20), (11, 21)]
+        assert [choice.logprobs for choice in answer.choices] == [(-0.5, -0.25)] * 2
+        assert answer.prompt_token_ids == (1, 2)
+    assert (plain.choices[0].token_ids, plain.choices[0].logprobs, plain.prompt_token_ids) == (None, None, None)
+    chat_body, text_body, plain_body = (body for _, _, _, body in service.requests)
+    assert (chat_body["logprobs"], chat_body["return_token_ids"]) == (True, True)
+    assert (text_body["logprobs"], text_body["return_token_ids"]) == (0, True)
+    assert {"logprobs", "return_token_ids"}.isdisjoint(plain_body)
+
+
+def test_reasoning_and_tool_calls_are_read_and_said_back(service: Any) -> None:
+    service.thinks = "hm"
+    service.tool_calls = [{"id": "k", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    service.answer = lambda prompt, index: ""
+    service.finish_reason = "tool_calls"
+    choice = with_client(service.url, lambda c: c.chat("hi")).choices[0]
+    assert (choice.reasoning, choice.finish_reason) == ("hm", "tool_calls")
+    assert [(call.id, call.name, call.arguments) for call in choice.tool_calls] == [("k", "add", '{"a": 1}')]
+    assert choice.message == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": service.tool_calls,
+    }
+
+
+def test_a_turn_names_the_receipt_that_it_continues(service: Any) -> None:
+    async def call(client: Client) -> Any:
+        talk = Conversation(client, [{"role": "system", "content": "Be brief."}], max_tokens=9)
+        await talk.say("one")
+        await talk.say({"role": "user", "content": "two"})
+        return talk
+
+    service.answer = lambda prompt, index: f"re: {prompt}"
+    talk = with_client(service.url, call)
+    assert talk.receipts == ["c0", "c1"]
+    assert [message["content"] for message in talk.messages] == ["Be brief.", "one", "re: one", "two", "re: two"]
+    first, second = ((headers, body) for _, _, headers, body in service.requests)
+    assert "x-reef-parent" not in first[0]
+    assert second[0]["x-reef-parent"] == "c0"
+    assert second[1]["messages"] == talk.messages[:4]
+    assert second[1]["max_tokens"] == 9
+
+
+def test_a_service_without_our_extras_works_for_one_answer_at_a_time(service: Any) -> None:
+    """As reef-infra: the receipt is in a header, there is no release and no usage."""
+    real = service.chat
+
+    def bare(body: Any, prompt: str, headers: dict[str, str], kind: str) -> Any:
+        whole = real(body, prompt, headers, kind)
+        del headers["x-reef-release-id"], whole["usage"]
+        for choice in whole["choices"]:
+            del choice["reef_agent_record_id"]
+        return whole
+
+    service.chat = bare
+    answer = with_client(service.url, lambda c: c.chat("hi"))
+    assert (answer.receipt, answer.release, answer.completion_tokens) == ("c0", "", 0)
+    with pytest.raises(e.UnexpectedAnswer, match=r"choices\[1\].*one answer at a time"):
+        with_client(service.url, lambda c: c.chat("hi", n=2))
+
+
+def test_a_report_carries_all_that_it_may_say(service: Any) -> None:
+    async def call(client: Client) -> Any:
+        answer = await client.chat("hi", n=2)
+        return await client.report(
+            answer.receipts, None, outcome="review", reason_code="unclear", rewards={"style": 0.5},
+            reference_scores=[1.0, None], feedback={"note": "?"}, truncated=False, metadata={"k": 1}, report_id="mine",
+        )  # fmt: skip
+
+    state = with_client(service.url, call)
+    assert (state.id, state.state, state.reason) == ("mine", "recorded", "no_score")
+    assert service.paths("/reef/report") == [
+        {
+            "agent_record_id": "mine",
+            "references": ["c0", "c1"],
+            "outcome": "review",
+            "reason_code": "unclear",
+            "rewards": {"style": 0.5},
+            "reference_scores": [1.0, None],
+            "feedback": {"note": "?"},
+            "truncated": False,
+            "metadata": {"k": 1},
+        }
+    ]
+
+
+def test_an_argument_that_there_is_not_is_refused_by_name(service: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected argument 'top_p'"):
+        with_client(service.url, lambda c: c.chat("hi", top_p=0.5))
+    with pytest.raises(TypeError, match="unexpected argument 'reward'"):
+        with_client(service.url, lambda c: c.report("c0", 1.0, reward=2))
+    assert service.requests == []
+
+
+def test_text_in_headers_goes_as_utf_8(service: Any) -> None:
+    with_client(service.url, lambda c: c.chat("hi", session="séance", tags={"who": "Ä·雪"}))
+    headers = service.requests[0][2]
+    assert headers["x-reef-session"].encode("latin-1").decode() == "séance"
+    assert headers["x-reef-tag-who"].encode("latin-1").decode() == "Ä·雪"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tags": {"a b": "c"}}, {"tags": {"a": "b\nc"}}, {"session": "a\r\nx-evil: 1"}, {"parent": " rcp_1"}]
+)
+def test_what_cannot_stand_in_a_header_is_refused_before_it_is_sent(service: Any, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected a line of text|a name has letters"):
+        with_client(service.url, lambda c: c.chat("hi", **wrong))
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8080", "localhost", "", "ftp://x"])
+def test_what_is_no_url_of_a_service_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a service's URL, http://HOST:PORT"):
+        Client(url)
+
+
+def test_a_client_that_was_closed_says_so(service: Any) -> None:
+    async def call() -> None:
+        client = Client(service.url)
+        await client.close()
+        await client.status()
+
+    with pytest.raises(e.Closed, match="is closed"):
+        asyncio.run(call())
+
+
+def test_more_requests_than_connections_wait_for_one(service: Any) -> None:
+    async def call(client: Client) -> Any:
+        return await asyncio.gather(*(client.chat(f"p{i}") for i in range(20)))
+
+    answers = with_client(service.url, call, max_connections=3)
+    assert {answer.receipt for answer in answers} == {f"c{i}" for i in range(20)}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"score": float("nan")}, {"rewards": {"a": float("inf")}}, {"reference_scores": [float("nan")]}]
+)
+def test_a_number_that_is_not_finite_is_refused_before_it_is_sent(service: Any, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected finite"):
+        with_client(service.url, lambda c: c.report("c0", **wrong))
+    assert service.requests == []
+
+
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_is_refused_before_it_is_sent(service: Any, score: float) -> None:
     with pytest.raises(ValueError, match="finite"):
@@ -181,12 +333,26 @@ def test_why_follows_a_report_to_its_release_and_knows_receipts(service: Any) ->
     async def call(client: Client) -> Any:
         answer = await client.chat("hi")
         state = await client.report(answer.receipt, 1.0)
-        return await client.why(state.id), await client.why(answer.receipt)
+        return state, await client.why(state.id), await client.why(answer.receipt)
 
-    of_report, of_receipt = with_client(service.url, call)
-    assert of_report["report"]["state"] == "trained"
-    assert (of_report["release"].id, of_report["release"].parent) == ("r1", "r0")
-    assert of_receipt == {"receipt": {"agent_record_id": "c0"}}
+    state, of_report, of_receipt = with_client(service.url, call)
+    assert of_report.report.state == "trained"
+    assert (of_report.release.id, of_report.release.parent) == ("r1", "r0")
+    assert of_report.lineage == {"release_id": "r1", "samples": [{"report_id": state.id}]}
+    assert (of_receipt.receipt, of_receipt.report) == ({"agent_record_id": "c0"}, None)
+
+
+def test_why_of_a_report_that_waits_knows_no_release(service: Any) -> None:
+    async def call(client: Client) -> Any:
+        return await client.why((await client.report((await client.chat("hi")).receipt, 1.0)).id)
+
+    explained = with_client(service.url, call)
+    assert (explained.report.state, explained.release, explained.lineage, explained.history) == (
+        "pending",
+        None,
+        None,
+        [],
+    )
 
 
 def test_wait_for_release_returns_the_next_one_or_times_out(service: Any) -> None:
@@ -202,6 +368,68 @@ def test_wait_for_release_returns_the_next_one_or_times_out(service: Any) -> Non
         return release
 
     assert with_client(service.url, call).id == "r1"
+
+
+def test_releases_are_paged_by_their_numbers(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reef_harness.client._RELEASES_A_PAGE", 2)
+    service.release_names = [f"r{i}" for i in range(5)]
+
+    async def call(client: Client) -> Any:
+        return await client.releases(limit=3), await client.releases(limit=None), await client.releases(before=2)
+
+    three, everything, older = with_client(service.url, call)
+    assert [release.id for release in three] == ["r4", "r3", "r2"]
+    assert [release.id for release in everything] == ["r4", "r3", "r2", "r1", "r0"]
+    assert [release.id for release in older] == ["r1", "r0"]
+    asked = [path.partition("?")[2] for _, path, _, _ in service.requests]
+    assert asked[:2] == ["limit=2", "limit=1&before=3"]
+    assert asked[2:5] == ["limit=2", "limit=2&before=3", "limit=2&before=1"]
+
+
+def test_an_engine_is_asked_for_and_given_back_however_the_block_ends(service: Any) -> None:
+    service.release_names = ["r0", "r1"]
+
+    async def call(client: Client) -> Any:
+        async with client.engine_for("r0") as role:
+            answer = await client.chat("hi", release="r0")
+            lent = list(service.engines)
+        with pytest.raises(KeyError, match="mine"):
+            async with client.engine_for("r0"):
+                raise KeyError("mine")
+        async with client.engine_for("r1") as served:
+            pass
+        return role, lent, answer, served
+
+    role, lent, answer, served = with_client(service.url, call)
+    assert (role, lent, served, service.engines) == ("evaluation", ["r0"], "serving", [])
+    asked = [(method, path) for method, path, _, _ in service.requests if path.endswith("/engine")]
+    path = "/reef/scenarios/sums/releases/r0/engine"
+    assert asked == [("POST", path), ("DELETE", path)] * 2 + [("POST", path.replace("r0", "r1"))]
+    assert answer.receipt == "c0"
+    assert [headers.get("x-reef-release") for _, path, headers, _ in service.requests if "/v1/" in path] == ["r0"]
+
+
+def test_an_engine_that_cannot_be_given_back_does_not_hide_what_went_wrong(service: Any) -> None:
+    service.release_names = ["r0", "r1"]
+
+    async def call(client: Client) -> None:
+        async with client.engine_for("r0"):
+            service.faults.append(409)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        with_client(service.url, call)
+    assert "was not given back" in caught.value.__notes__[0]
+
+
+def test_an_engine_that_is_taken_is_a_conflict(service: Any) -> None:
+    async def call(client: Client) -> None:
+        service.faults.append(409)
+        async with client.engine_for("r0"):
+            raise AssertionError("the block must not begin")
+
+    with pytest.raises(e.Conflict):
+        with_client(service.url, call)
 
 
 def test_scenarios_are_created_and_listed_and_evaluations_stored(service: Any) -> None:

@@ -1,18 +1,31 @@
-"""The groups driver: what it reports, how it paces itself, and that failures and stops lose nothing."""
+"""The drivers: what they report, how they pace themselves, and that failures and stops lose nothing."""
 
 import asyncio
 import itertools
-import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reef_harness import Client, FinalGrader, GroupsDriver, Item, Progress, Retry, finish_on_sigint
+from reef_harness import (
+    Client,
+    FinalGrader,
+    Grader,
+    GroupsDriver,
+    Item,
+    Progress,
+    Retry,
+    StreamDriver,
+    Verdict,
+    finish_on_sigint,
+)
+from reef_harness.drivers import read_rollouts
 from reef_harness.errors import HarnessError, Stalled
-from reef_harness.progress import ReleaseBar
+from reef_harness.progress import ReleaseBar, RolloutBar
 
 QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=0.5)
 
@@ -26,11 +39,21 @@ def half_right(prompt: str, index: int) -> str:
     return f"<final>{2 if index % 2 else 3}</final>"
 
 
-def drive(service: Any, supply: Iterator[Item], releases: int, **options: Any) -> Progress:
+def drive(
+    service: Any,
+    supply: Iterator[Item],
+    releases: int | None,
+    *,
+    kind: Any = GroupsDriver,
+    rollouts: int | None = None,
+    grader: Grader | None = None,
+    **options: Any,
+) -> Progress:
     async def run() -> Progress:
         async with Client(service.url, scenario="sums", retry=QUICK) as client:
-            with GroupsDriver(client, supply, FinalGrader(), poll_s=0.01, **options) as driver:
-                return await driver.run(releases=releases)
+            with kind(client, supply, grader or FinalGrader(), poll_s=0.01, **options) as driver:
+                progress: Progress = await driver.run(releases=releases, rollouts=rollouts)
+                return progress
 
     return asyncio.run(run())
 
@@ -49,23 +72,26 @@ def test_every_choice_is_reported_with_its_group_and_recorded(service: Any, tmp_
         progress=seen.append,
         one_request=one_request,
     )
-    assert (end.groups, end.rollouts, end.failed, end.releases, end.release) == (2, 16, 0, 1, "r1")
+    assert (end.units, end.rollouts, end.failed, end.releases, end.release) == (2, 16, 0, 1, "r1")
     assert end.reward == (0.5 if one_request else 1.0)
     assert seen[-1] == end
     assert len(service.paths("/v1/chat")) == (2 if one_request else 16)
     bodies = [body for body, _ in service.reports.values()]
     assert sorted(receipt for body in bodies for receipt in body["references"]) == sorted(service.receipts)
     assert {len([b for b in bodies if b["group"] == group]) for group in {b["group"] for b in bodies}} == {8}
-    assert all(b["grader"] == {"id": "final", "version": "1"} and b["truncated"] is False for b in bodies)
-    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert {row["report"] for row in rows} == set(service.reports)
-    assert {row["item"] for row in rows} == {"item0", "item1"}
+    assert all(
+        b["grader"] == {"id": "final", "version": FinalGrader().version} and b["truncated"] is False for b in bodies
+    )
+    rows = read_rollouts(tmp_path / "r.jsonl")
+    assert {row.report for row in rows} == set(service.reports)
+    assert {(row.item, row.index) for row in rows} == {(f"item{i}", j) for i in range(2) for j in range(8)}
+    assert {(row.num_tokens, row.release, row.grader) for row in rows} == {(7.0, "r0", "final")}
 
 
 def test_the_driver_stays_within_the_groups_it_may_be_ahead(service: Any) -> None:
     service.batch_size = 10_000  # nothing is ever trained
     with pytest.raises(Stalled, match="4 groups wait"):
-        drive(service, items(), 1, groups_per_batch=2, max_ahead=1, stall_timeout_s=1.0)
+        drive(service, items(), 1, groups_per_batch=2, max_ahead=1, stall_timeout_s=0.4)
     assert len(service.paths("/v1/chat")) == 4
 
 
@@ -76,7 +102,7 @@ def test_groups_that_the_service_drops_make_room_for_others(service: Any) -> Non
     )
     end = drive(service, items(), 2, groups_per_batch=1, max_ahead=1)
     assert end.releases == 2
-    assert end.groups >= 10
+    assert end.units >= 10
 
 
 def test_a_second_run_goes_on_where_the_first_stopped(service: Any) -> None:
@@ -88,7 +114,7 @@ def test_a_second_run_goes_on_where_the_first_stopped(service: Any) -> None:
     first, second = asyncio.run(run())
     assert first.releases >= 2
     assert second.releases >= 4
-    assert second.groups == len(service.paths("/v1/chat"))
+    assert second.units == len(service.paths("/v1/chat"))
 
 
 def test_rewards_are_kept_by_the_release_that_answered(service: Any) -> None:
@@ -104,9 +130,8 @@ def test_rewards_are_kept_by_the_release_that_answered(service: Any) -> None:
 def test_failed_rollouts_are_recorded_and_the_others_go_on(service: Any, tmp_path: Path) -> None:
     service.faults.extend([400, "drop"])
     end = drive(service, items(4), 9, groups_per_batch=4, records=tmp_path / "r.jsonl")
-    assert (end.groups, end.rollouts, end.failed) == (4, 32, 16)
-    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    errors = [row["error"] for row in rows if row["error"]]
+    assert (end.units, end.rollouts, end.failed) == (4, 32, 16)
+    errors = [row.error for row in read_rollouts(tmp_path / "r.jsonl") if row.error]
     assert len(errors) == 16
     assert {error.split(":")[0] for error in errors} == {"BadRequest", "Unreachable"}
 
@@ -128,17 +153,48 @@ def test_a_truncated_answer_is_reported_as_such(service: Any) -> None:
 
 def test_a_service_that_refuses_everything_ends_the_run(service: Any) -> None:
     service.faults.extend([400] * 100)
-    with pytest.raises(HarnessError, match="8 groups in a row failed; the last: BadRequest: told to answer 400"):
-        drive(service, items(), 1)
+    with pytest.raises(HarnessError, match="10 groups in a row failed; the last: BadRequest: told to answer 400"):
+        drive(service, items(), 1, in_flight=2)
+    assert 10 <= len(service.requests) <= 11
 
 
-def test_the_first_interrupt_finishes_what_is_in_flight(service: Any) -> None:
+def test_a_service_that_comes_back_is_gone_on_with_though_all_in_flight_broke(service: Any) -> None:
+    service.batch_size = 32
+    service.faults.extend(["drop"] * 16)
+    end = drive(service, items(48), None, kind=StreamDriver, in_flight=16, max_failed=1)
+    assert (end.failed, end.rollouts, end.releases) == (16, 48, 1)
+
+
+@pytest.mark.parametrize("fault", ["drop", "lose", 429, 502, 503])
+def test_a_report_that_is_lost_or_refused_on_its_way_counts_once(service: Any, fault: int | str) -> None:
+    """Every third report meets a fault; one rollout at a time, so that no other request takes it."""
+    service.trains = False
+    service.retry_after = "0.01"
+    real, count = service.handle, itertools.count()
+
+    def handle(http: Any) -> None:
+        if http.path == "/reef/report" and next(count) % 3 == 0:
+            service.faults.append(fault)
+        real(http)
+
+    service.handle = handle
+    end = drive(service, items(12), None, kind=StreamDriver, in_flight=1)
+    assert (end.rollouts, end.failed) == (12, 0)
+    assert len(service.paths("/reef/report")) > 12
+    assert len(service.reports) == len(service.receipts) == 12
+    assert len({body["references"][0] for body, _ in service.reports.values()}) == 12
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_finishes_what_is_in_flight(service: Any, number: int) -> None:
+    before = signal.getsignal(number)
+
     async def run() -> Progress:
         async with Client(service.url, scenario="sums", retry=QUICK) as client:
-            interrupts = iter([signal.SIGINT])
+            interrupts = iter([number])
 
             def interrupt(progress: Progress) -> None:
-                if progress.groups >= 3 and (sent := next(interrupts, None)):
+                if progress.units >= 3 and (sent := next(interrupts, None)):
                     os.kill(os.getpid(), sent)
 
             with GroupsDriver(client, items(), FinalGrader(), in_flight=2, poll_s=0.01, progress=interrupt) as driver:
@@ -148,14 +204,197 @@ def test_the_first_interrupt_finishes_what_is_in_flight(service: Any) -> None:
     end = asyncio.run(run())
     assert end.failed == 0
     assert end.rollouts == len(service.reports) == len(service.receipts)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is before
 
 
 def test_the_progress_bar_shows_reward_and_release(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
     service.answer = half_right
     with ReleaseBar(2) as bar:
-        drive(service, items(), 2, groups_per_batch=1, progress=bar)
+        drive(service, items(), 2, groups_per_batch=1, max_ahead=0, progress=bar)
     shown = capsys.readouterr().err
     assert "2/2" in shown
     assert "reward 0.50" in shown
-    assert "failed 0, release r2" in shown
+    assert "length 7, " in shown
+    assert "failed 0, release r2, staleness 0.0" in shown
+    assert "\r" not in shown  # nobody's terminal: lines
+
+
+def test_the_bar_of_rollouts_counts_those_that_were_reported(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    service.trains = False
+    service.faults.append(400)
+    with RolloutBar(12) as bar:
+        drive(service, items(), None, kind=StreamDriver, rollouts=12, progress=bar)
+    shown = capsys.readouterr().err
+    assert "12/12" in shown
+    assert "failed 1, release -, staleness -" in shown
+
+
+def test_a_stream_reports_each_rollout_at_once_without_a_group(service: Any, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    end = drive(
+        service, items(), 3, kind=StreamDriver, in_flight=4, batch=8, records=tmp_path / "r.jsonl", progress=seen.append
+    )
+    assert (end.releases, end.release, end.failed) == (3, "r3", 0)
+    assert {len(body["references"]) for body, _ in service.reports.values()} == {1}
+    assert not [body for body, _ in service.reports.values() if "group" in body]
+    prompts = [body["messages"][-1]["content"] for body in service.paths("/v1/chat")]
+    assert sorted(prompts) == sorted(f"prompt {i}" for i in range(len(prompts)))
+    assert {body["n"] for body in service.paths("/v1/chat")} == {1}
+    assert max(progress.in_flight for progress in seen) <= 4
+    assert len(read_rollouts(tmp_path / "r.jsonl")) == end.rollouts == len(service.reports)
+
+
+def test_a_stream_keeps_its_rollouts_in_flight_at_all_times(service: Any) -> None:
+    """Eight are begun before any is answered, and one more for each that ends."""
+    service.trains = False
+    inside, most, lock = [0], [0], threading.Lock()
+    real = service.handle
+
+    def slow(http: Any) -> None:
+        chat = http.path.startswith("/v1/")
+        with lock:
+            inside[0] += chat
+            most[0] = max(most[0], inside[0])
+        if chat:
+            time.sleep(0.05)
+        with lock:
+            inside[0] -= chat
+        real(http)
+
+    service.handle = slow
+    end = drive(service, items(40), None, kind=StreamDriver, in_flight=8)
+    assert end.rollouts == 40
+    assert most[0] == 8
+
+
+def test_a_paced_stream_stays_within_the_batches_it_may_be_ahead(service: Any) -> None:
+    service.batch_size = 10_000
+    with pytest.raises(Stalled, match="16 rollouts wait"):
+        drive(service, items(), 1, kind=StreamDriver, batch=8, max_ahead=1, stall_timeout_s=0.4)
+    assert len(service.paths("/v1/chat")) == 16
+
+
+def test_staleness_counts_the_updates_between_the_answer_and_what_it_was_trained_from(service: Any) -> None:
+    service.batch_size = 4
+    drive_one = {"kind": StreamDriver, "in_flight": 1, "batch": 4}
+    assert drive(service, items(4), 1, **drive_one).staleness == 0.0
+    real = service.chat
+
+    def late(body: Any, prompt: str, headers: Any, kind: str) -> Any:
+        whole = real(body, prompt, headers, kind)
+        headers["x-reef-release-id"] = "r0"  # an engine that did not follow
+        return whole
+
+    service.chat = late
+    assert drive(service, items(4), 1, **drive_one).staleness == 1.0  # r0 answered, r1 was trained from
+
+
+def test_rollouts_of_a_service_that_only_records_are_done_once_recorded(service: Any, tmp_path: Path) -> None:
+    service.trains = False
+    end = drive(service, items(20), None, kind=StreamDriver, batch=8, max_ahead=0, records=tmp_path / "r.jsonl")
+    assert (end.rollouts, end.failed, end.releases, end.waiting) == (20, 0, 0, 0)
+    assert not service.paths("/reef/reports")  # the answers to the reports said it all
+
+
+def test_what_is_too_little_for_a_batch_is_left_waiting_at_the_end(service: Any) -> None:
+    end = drive(service, items(20), None, kind=StreamDriver)
+    assert (end.rollouts, end.releases, end.waiting) == (20, 2, 4)
+
+
+def test_a_number_of_rollouts_is_met_exactly_though_some_fail(service: Any) -> None:
+    service.trains = False
+    service.faults.extend([400, "drop", 400])
+    end = drive(service, items(), None, kind=StreamDriver, rollouts=30)
+    assert (end.rollouts, end.failed, len(service.reports)) == (33, 3, 30)
+
+
+class Unsure(Grader):
+    """Right, a person must look, cannot judge: in turns of the prompt's number."""
+
+    id, version = "unsure", "1"
+
+    def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
+        return (self.decided(True, "ok"), self.review("unclear"), self.error("broke"))[int(text) % 3]
+
+
+def test_review_and_error_are_reported_as_such_and_never_as_a_score(service: Any, tmp_path: Path) -> None:
+    service.answer = lambda prompt, index: prompt.split()[1]
+    end = drive(service, items(9), None, kind=StreamDriver, grader=Unsure(), records=tmp_path / "r.jsonl")
+    assert (end.rollouts, end.failed, end.reward) == (9, 0, 1.0)
+    bodies = [body for body, _ in service.reports.values()]
+    said = sorted((body["outcome"], body["reason_code"], body.get("score")) for body in bodies)
+    assert said == [("correct", "ok", 1.0)] * 3 + [("error", "broke", None)] * 3 + [("review", "unclear", None)] * 3
+    assert {row.score for row in read_rollouts(tmp_path / "r.jsonl") if row.outcome != "correct"} == {None}
+
+
+def test_a_group_with_a_member_without_a_score_holds_nobody_up(service: Any) -> None:
+    """The groups of every third prompt can never be whole; the service keeps them until its deadline."""
+    service.answer = lambda prompt, index: "1" if int(prompt.split()[1]) % 3 == 0 and index == 5 else "0"
+    end = drive(service, items(), 4, grader=Unsure(), groups_per_batch=1, max_ahead=0, stall_timeout_s=2.0)
+    assert end.releases == 4
+    assert end.waiting >= 1
+    incomplete = [id for id in service.pending if service.reports[id][0]["group"].startswith("item0/")]
+    assert len(incomplete) == 7
+
+
+def test_an_item_without_gold_is_a_line_and_the_others_go_on(service: Any, tmp_path: Path) -> None:
+    service.trains = False
+    supply = [Item.from_text(f"item{i}", f"prompt {i}", None if i < 30 else "2") for i in range(40)]
+    end = drive(service, iter(supply), None, kind=StreamDriver, in_flight=2, records=tmp_path / "r.jsonl")
+    assert (end.failed, end.rollouts, len(service.reports)) == (30, 40, 10)
+    failed = [row for row in read_rollouts(tmp_path / "r.jsonl") if row.error]
+    assert {row.item for row in failed} == {f"item{i}" for i in range(30)}
+    assert all("not graded: no_gold" in row.error and row.report is None for row in failed if row.error)
+    assert len(service.receipts) <= 10 + 2  # once the grader has said that it needs one, nothing more is sampled
+
+
+def test_an_endless_supply_of_items_without_gold_ends(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reef_harness.drivers.driver.MAX_UNGRADABLE", 50)
+    supply = (Item.from_text(f"item{i}", "prompt", None) for i in itertools.count())
+    with pytest.raises(HarnessError, match="50 groups in a row could not be graded; the last: not graded: no_gold"):
+        drive(service, supply, 1)
+
+
+def test_a_score_that_is_no_number_is_no_grade(service: Any) -> None:
+    class Odd(Grader):
+        id, version = "odd", "1"
+
+        def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
+            return Verdict("correct", float("nan"), "ok", True, self.id, self.version)
+
+    end = drive(service, items(3), None, kind=StreamDriver, grader=Odd())
+    assert (end.failed, service.reports) == (3, {})
+
+
+def test_too_few_answers_are_a_failure_of_their_group(service: Any) -> None:
+    real = service.chat
+    service.chat = lambda body, prompt, headers, kind: real(body | {"n": 3}, prompt, headers, kind)
+    with pytest.raises(HarnessError, match=r"8 answers were asked for, those with the indexes \[0, 1, 2\] came"):
+        drive(service, items(), 1, in_flight=1, max_failed=1)
+
+
+def test_tags_and_further_fields_go_with_every_request(service: Any) -> None:
+    drive(service, items(2), None, kind=StreamDriver, tags={"team": "red"}, extra={"top_k": 5}, max_tokens=9)
+    asked = [(headers, body) for _, path, headers, body in service.requests if path.startswith("/v1/")]
+    assert [(h["x-reef-tag-team"], b["top_k"], b["max_tokens"]) for h, b in asked] == [("red", 5, 9)] * 2
+
+
+def test_bounds_that_make_no_sense_are_refused(service: Any) -> None:
+    with pytest.raises(ValueError, match="in_flight is 300, the Client's max_connections only 256"):
+        drive(service, items(), 1, kind=StreamDriver, in_flight=300)
+    with pytest.raises(ValueError, match="max_ahead: expected 0 or more, or None, got -1"):
+        drive(service, items(), 1, max_ahead=-1)
+
+
+def test_long_ids_make_group_names_that_the_service_takes_and_that_differ(service: Any) -> None:
+    supply = (Item.from_text("x" * 250 + str(i), "prompt", "2") for i in range(2))
+    drive(service, supply, None)
+    groups = {body["group"] for body, _ in service.reports.values()}
+    assert len(groups) == 2
+    assert max(len(group) for group in groups) <= 256
+
+
+@pytest.mark.parametrize("wrong", [{"in_flight": 0}, {"batch": 0}])
+def test_bounds_below_one_are_refused_by_name(service: Any, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected at least 1, got 0"):
+        drive(service, items(), 1, kind=StreamDriver, **wrong)

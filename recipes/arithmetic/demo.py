@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from reef_harness import Client, Evaluation, FinalGrader, GroupsDriver, Item, Release, evaluate, finish_on_sigint
+from reef_harness.drivers.records import read_rollouts
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.plot import learning_curve
 from reef_harness.keys import find_key
@@ -179,11 +180,10 @@ def informative_receipt(records: Path) -> str:
     """The first receipt of a group with unlike scores: one that could train."""
     scores: dict[str, set[float]] = {}
     first: dict[str, str] = {}
-    with records.open() as lines:
-        for row in map(json.loads, lines):
-            if row["report"]:
-                scores.setdefault(row["group"], set()).add(row["score"])
-                first.setdefault(row["group"], row["receipt"])
+    for rollout in read_rollouts(records):
+        if rollout.error is None and rollout.group and rollout.receipt and rollout.score is not None:
+            scores.setdefault(rollout.group, set()).add(rollout.score)
+            first.setdefault(rollout.group, rollout.receipt)
     return next((first[group] for group, seen in scores.items() if len(seen) > 1), next(iter(first.values())))
 
 

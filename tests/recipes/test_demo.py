@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from reef_harness.drivers import read_rollouts
 
 from recipes.arithmetic.service import ROOT
 
@@ -35,9 +36,9 @@ def test_the_demo_learns_measures_and_leaves_nothing_running(tmp_path: Path) -> 
     assert summary["interval_before"][0] < summary["accuracy_before"] < summary["interval_before"][1]
     assert summary["interval_before"][1] < summary["interval_after"][0]
     assert (out / "learning.png").read_bytes().startswith(b"\x89PNG")
-    rows = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    rows = read_rollouts(out / "rollouts.jsonl")
     assert len(rows) == summary["rollouts"]
-    assert not [row["error"] for row in rows if row["error"]]
+    assert not [row.error for row in rows if row.error]
     assert "before  " in run.stdout
     assert "reef why rcp_" in run.stdout
     left = [

@@ -1,7 +1,159 @@
-"""The commands of this room."""
+"""The commands of this room: ``stream`` and ``groups``, which send graded rollouts of a file's items to a service."""
 
 import argparse
+import asyncio
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from reef_harness import service
+from reef_harness.client import MAX_CONNECTIONS, TIMEOUT_S, Client
+from reef_harness.drivers.driver import Driver, Options, Progress
+from reef_harness.drivers.groups import GroupsDriver
+from reef_harness.drivers.interrupts import finish_on_sigint
+from reef_harness.drivers.stream import StreamDriver
+from reef_harness.evaluation.items import read_items
+from reef_harness.graders import Grader
+from reef_harness.graders.named import grader_of
+from reef_harness.progress import ReleaseBar, RolloutBar
+from reef_harness.types import Item, Json
+
+_COMPLAINTS_SHOWN = 5
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add them to ``reef-harness``. Each sets ``run``: parsed arguments in, the exit status out."""
+    stream = commands.add_parser("stream", help="rollouts of one prompt each, many in flight (SAO)")
+    _add_options(stream)
+    groups = commands.add_parser("groups", help="several rollouts of each prompt, compared with one another (GRPO)")
+    _add_options(groups)
+    groups.add_argument("--group-size", type=_count, help="rollouts of a prompt (default: the service's)")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    service.add_options(parser)
+    parser.add_argument("--items", type=Path, required=True, help="JSONL: id, prompt or messages, gold")
+    parser.add_argument("--grader", required=True, help="see reef-harness graders")
+    parser.add_argument("--in-flight", type=_count, default=16, help="rollouts, or groups, sampled at once")
+    parser.add_argument("--releases", type=_count, help="end after so many releases that these reports trained")
+    parser.add_argument("--rollouts", type=_count, help="end after so many reported rollouts")
+    parser.add_argument("--epochs", type=_count, help="times through the items (default: 1; with --releases any)")
+    parser.add_argument("--seed", type=int, help="shuffle the items of each epoch (default: in the file's order)")
+    parser.add_argument("--records", type=Path, help="JSONL of all rollouts; one that is there is gone on with")
+    parser.add_argument("--max-tokens", type=_count, default=64, help="of each answer")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of each answer")
+    parser.add_argument("--max-ahead", type=_ahead, metavar="N",
+                        help="batches ahead of the releases (default: groups 1, stream: any)")  # fmt: skip
+    parser.add_argument("--tags", type=_tag, nargs="*", default=[], metavar="NAME=VALUE", help="kept with each answer")
+    parser.set_defaults(run=_run)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _ahead(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
+    return value
+
+
+def _tag(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    items, complaints = read_items(arguments.items)
+    for complaint in complaints[:_COMPLAINTS_SHOWN]:
+        print(f"left out: {complaint}", file=sys.stderr)
+    if len(complaints) > _COMPLAINTS_SHOWN:
+        print(f"left out: {len(complaints) - _COMPLAINTS_SHOWN} more", file=sys.stderr)
+    return asyncio.run(_drive(arguments, items, grader_of(arguments.grader)))
+
+
+async def _drive(arguments: argparse.Namespace, items: Sequence[Item], grader: Grader) -> int:
+    connections = max(MAX_CONNECTIONS, 2 * arguments.in_flight)  # reports need some beside the answers in work
+    async with await service.connect(arguments, timeout_s=arguments.timeout_s, max_connections=connections) as client:
+        config = (await client.contract())["config"]
+        bar = _bar(arguments, len(items), config)
+        with bar, _driver(arguments, client, _epochs(arguments, items), grader, config, bar) as driver:
+            async with finish_on_sigint(driver.stop):
+                end = await driver.run(releases=arguments.releases, rollouts=arguments.rollouts)
+    print(_summary(end, arguments.releases), file=sys.stderr)
+    if driver.stopping:
+        again = f"; the same command goes on from {arguments.records}" if arguments.records else ""
+        print(f"stopped: what was in flight is reported{again}", file=sys.stderr)
+        return 130
+    return 0 if end.rollouts > end.failed else 1
+
+
+def _driver(
+    arguments: argparse.Namespace,
+    client: Client,
+    items: Iterator[Item],
+    grader: Grader,
+    config: Json,
+    bar: ReleaseBar | RolloutBar,
+) -> Driver:
+    options = Options(
+        in_flight=arguments.in_flight,
+        temperature=arguments.temperature,
+        max_tokens=arguments.max_tokens,
+        tags=dict(arguments.tags),
+        records=arguments.records,
+        progress=bar,
+    )
+    batch, size = int(config["batch-size"]), _size(arguments, config)
+    if arguments.command == "stream":
+        return StreamDriver(client, items, grader, batch=batch, max_ahead=arguments.max_ahead, **options)
+    ahead = 1 if arguments.max_ahead is None else arguments.max_ahead
+    groups = max(1, -(-batch // size))  # whole groups make a batch
+    return GroupsDriver(client, items, grader, group_size=size, groups_per_batch=groups, max_ahead=ahead, **options)
+
+
+def _size(arguments: argparse.Namespace, config: Json) -> int:
+    """Rollouts of a prompt. A method without groups has no size of its own."""
+    return 1 if arguments.command == "stream" else arguments.group_size or int(config.get("group-size") or 8)
+
+
+def _num_epochs(arguments: argparse.Namespace) -> int | None:
+    if arguments.epochs is None and not arguments.releases and not arguments.rollouts:
+        return 1
+    return int(arguments.epochs) if arguments.epochs else None
+
+
+def _bar(arguments: argparse.Namespace, num_items: int, config: Json) -> ReleaseBar | RolloutBar:
+    if arguments.releases:
+        return ReleaseBar(arguments.releases)
+    epochs = _num_epochs(arguments)
+    bounds = (arguments.rollouts, epochs and epochs * num_items * _size(arguments, config))
+    return RolloutBar(min(filter(None, bounds)))
+
+
+def _epochs(arguments: argparse.Namespace, items: Sequence[Item]) -> Iterator[Item]:
+    """The items, time after time; shuffled anew each time with a seed, the same in each life of a run."""
+    epoch, epochs = 0, _num_epochs(arguments)
+    while epochs is None or epoch < epochs:
+        order = list(items)
+        if arguments.seed is not None:
+            random.Random(f"{arguments.seed}/{epoch}").shuffle(order)
+        yield from order
+        epoch += 1
+
+
+def _summary(end: Progress, releases: int | None) -> str:
+    told = f"{end.rollouts - end.failed} rollouts reported, {end.failed} failed, {end.releases} releases trained"
+    if releases and end.releases < releases:
+        told += f" of {releases}"
+    if end.waiting:
+        told += f"; {end.waiting} wait for the service to use them"
+    return told

@@ -1,0 +1,135 @@
+"""One request for answers to an item: sampled, graded, written down, reported.
+
+    item -> chat (n answers) -> judge each -> records: answered -> report each -> records: reported
+
+A failure is a rollout with an ``error``; the others go on.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from reef_harness.client import Client
+from reef_harness.drivers.records import Key, Records, Rollout
+from reef_harness.errors import HarnessError, UnexpectedAnswer
+from reef_harness.graders import Grader, Verdict
+from reef_harness.types import Choice, Completion, Item, ReportState
+from reef_harness.wire import Asking
+
+GRADABLE = frozenset({"stop", "length"})  # finish reasons of whole rollouts; others (an abort) say nothing of the model
+_NO_GOLD = "no_gold"
+_UNGRADABLE = frozenset({_NO_GOLD, "bad_gold", "bad_score"})  # reason codes: there is no grade to report
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A rollout that ended, and what the service said to its report, if there was one."""
+
+    rollout: Rollout
+    state: ReportState | None = None
+    ungradable: bool = False  # a failure that is the item's: it has no gold, or one that the grader cannot read
+
+
+class Sampler:
+    """Asks, grades and reports. ``asking`` goes with every request."""
+
+    def __init__(self, client: Client, grader: Grader, records: Records, asking: Asking) -> None:
+        self._client, self._grader, self._records, self._asking = client, grader, records, asking
+        self._needs_gold = False  # known once it said so: from then on items without one are not even sampled
+
+    async def sample(self, item: Item, key: Key, group: str | None, indexes: Sequence[int]) -> list[Done]:
+        """Answers number ``indexes`` of an item, out of one request: graded and reported as members of ``group``."""
+        blank = Rollout(item.id, key[1], 0, group)
+        if item.gold is None and self._needs_gold:
+            told = f"not graded: {_NO_GOLD}: item {item.id!r} has no gold answer"
+            return self._failed([replace(blank, index=index, error=told, reason_code=_NO_GOLD) for index in indexes])
+        asking = self._asking.copy()
+        asking["n"] = len(indexes)
+        try:
+            answer = await self._client.chat(item.messages, **asking)
+            _check_choices(answer, len(indexes))
+        except HarnessError as error:
+            return self._failed([replace(blank, index=index, error=_told(error)) for index in indexes])
+        graded = await asyncio.gather(
+            *(
+                self._grade(item, replace(blank, index=indexes[choice.index]), answer, choice)
+                for choice in answer.choices
+            )
+        )
+        self._records.answered([each for each in graded if each.error is None])
+        self._records.failed([each for each in graded if each.error is not None])
+        return await asyncio.gather(*(self.report(each) for each in graded))
+
+    async def report(self, rollout: Rollout) -> Done:
+        """Report a graded rollout under its own id, once however often this is called; one with an error is not."""
+        if rollout.error is not None or rollout.receipt is None:
+            return Done(rollout, ungradable=_ungradable(rollout))
+        try:
+            state = await self._client.report(
+                rollout.receipt,
+                rollout.score,
+                outcome=rollout.outcome,
+                reason_code=rollout.reason_code,
+                group=rollout.group,
+                grader=(rollout.grader or "", rollout.version or ""),
+                truncated=rollout.finish_reason == "length",
+                report_id=rollout.report,
+            )
+        except HarnessError as error:
+            failed = replace(rollout, error=_told(error))
+            self._records.failed([failed])
+            return Done(failed)
+        self._records.reported(rollout)
+        return Done(rollout, state)
+
+    def _failed(self, rollouts: list[Rollout]) -> list[Done]:
+        self._records.failed(rollouts)
+        return [Done(each, ungradable=_ungradable(each)) for each in rollouts]
+
+    async def _grade(self, item: Item, blank: Rollout, answer: Completion, choice: Choice) -> Rollout:
+        sampled = replace(
+            blank,
+            receipt=choice.receipt,
+            release=answer.release or None,
+            finish_reason=choice.finish_reason,
+            text=choice.text,
+            num_tokens=answer.completion_tokens / len(answer.choices),
+        )
+        if choice.finish_reason not in GRADABLE:
+            return replace(sampled, error=f"not a whole rollout: finish_reason {choice.finish_reason!r}")
+        verdict = await self._grader.judge(item, choice.text, choice.finish_reason)
+        if verdict.outcome == "error" and verdict.reason_code in _UNGRADABLE:
+            self._needs_gold |= verdict.reason_code == _NO_GOLD
+            told = f"not graded: {verdict.reason_code}: {verdict.detail}"
+            return replace(sampled, error=told, reason_code=verdict.reason_code)
+        if verdict.score is not None and not math.isfinite(verdict.score):
+            told = f"not graded: the score of {verdict.grader} {verdict.version} is {verdict.score}"
+            return replace(sampled, error=told, reason_code="bad_score")
+        return _graded(sampled, verdict, self._records.report_id(choice.receipt))
+
+
+def _ungradable(rollout: Rollout) -> bool:
+    return rollout.error is not None and rollout.reason_code in _UNGRADABLE
+
+
+def _check_choices(answer: Completion, n: int) -> None:
+    if sorted(choice.index for choice in answer.choices) != list(range(n)):
+        indexes = [choice.index for choice in answer.choices]
+        raise UnexpectedAnswer(f"{n} answers were asked for, those with the indexes {indexes} came")
+
+
+def _graded(sampled: Rollout, verdict: Verdict, report: str) -> Rollout:
+    return replace(
+        sampled,
+        score=verdict.score,
+        outcome=verdict.outcome,
+        reason_code=verdict.reason_code,
+        grader=verdict.grader,
+        version=verdict.version,
+        report=report,
+    )
+
+
+def _told(error: HarnessError) -> str:
+    return f"{type(error).__name__}: {error}"
