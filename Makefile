@@ -4,17 +4,22 @@ RUN = .venv/bin/python -m
 INSTALLED = .venv/.installed
 SGLANG_CPU = .venv/.sglang-cpu
 TRL = .venv-trl/.installed
+HARBOR = .venv-harbor/.installed
 
-.PHONY: demo test test-fast soak lint bench bench-gateway bench-ledger bench-trl install sglang-cpu postgres clean
+.PHONY: demo test test-fast test-harbor soak lint bench bench-gateway bench-ledger bench-trl install sglang-cpu postgres harbor sandbox clean
 
 demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 	$(RUN) recipes.arithmetic.demo
 
 test: lint postgres sglang-cpu  ## set up, check style, types and floors, run every test
 	$(RUN) pytest
+	$(MAKE) test-harbor
 
 test-fast: $(INSTALLED)  ## under two minutes: no Ray, and one shared record-only service
 	$(RUN) pytest -m "not slow and not gpu"
+
+test-harbor: $(INSTALLED) $(HARBOR) sandbox  ## Harbor's own command and agents against the real service
+	.venv-harbor/bin/python -m pytest -c harness/harbor_tests/pytest.ini harness/harbor_tests
 
 soak: $(INSTALLED)  ## for hours: kill -9 of everybody at every point, then 200 times at random; nothing is lost or done twice
 	REEF_CRASH=all $(RUN) pytest -s tests/crash/test_matrix.py -k any_point
@@ -48,6 +53,14 @@ postgres:  ## the server that tests of a shared ledger start; where it cannot be
 	     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq postgresql; } \
 	|| echo "PostgreSQL is not installed (Debian: apt-get install postgresql): its tests are skipped"
 
+harbor: $(HARBOR)  ## Harbor with the harness, in a venv of their own: it needs Python 3.12 or newer
+
+sandbox:  ## what runs Harbor's tasks without a container engine; where it cannot be installed these tests are skipped
+	@{ command -v bwrap && command -v tmux; } > /dev/null 2>&1 \
+	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq \
+	     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap tmux; } \
+	|| echo "bubblewrap and tmux are not installed (Debian: apt-get install bubblewrap tmux): their tests are skipped"
+
 $(INSTALLED): pyproject.toml harness/pyproject.toml constraints.txt
 	"$(PYTHON)" -c 'import sys; sys.exit("Reef needs Python 3.11 or 3.12, found " + sys.version) if sys.version_info[:2] not in ((3, 11), (3, 12)) else None'
 	"$(PYTHON)" -m venv .venv
@@ -64,5 +77,14 @@ $(TRL): requirements-trl.txt harness/pyproject.toml
 	.venv-trl/bin/python -m pip install --quiet --requirement requirements-trl.txt --editable ./harness
 	touch $(TRL)
 
+$(HARBOR): requirements-harbor.txt harness/pyproject.toml
+	@for python in $(HARBOR_PYTHON) python3.12 python3.13 python3.14 "$$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null \
+		&& echo "Harbor gets $$python" && exec "$$python" -m venv --clear .venv-harbor; \
+	done; \
+	echo "Harbor needs Python 3.12 or newer, and none was found: install one, or say HARBOR_PYTHON=/path/to/python" >&2; exit 1
+	.venv-harbor/bin/python -m pip install --quiet --requirement requirements-harbor.txt --editable './harness[harbor]'
+	touch $(HARBOR)
+
 clean:  ## remove what was set up and what was made
-	rm -rf .venv .venv-trl work build *.egg-info harness/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-harbor work build *.egg-info harness/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -32,6 +32,21 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "use_sliding_window": False,
     },
+    "Qwen3-1.7B": _QWEN
+    | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
     "Qwen2.5-1.5B-Instruct": _QWEN
     | {
         "model_type": "qwen2",
@@ -68,7 +83,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 # As published: what the files on the hub hold.
-NUM_PARAMETERS = {"Qwen3-0.6B": 596_049_920, "Qwen2.5-1.5B-Instruct": 1_543_714_304, "Qwen3-30B-A3B": 30_532_122_624}
+NUM_PARAMETERS = {
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen3-30B-A3B": 30_532_122_624,
+}
 SHARD_BYTES = 4 * 10**9
 
 

@@ -1,7 +1,215 @@
-"""The commands of this room."""
+"""The commands of this room: ``compute METHOD``."""
 
 import argparse
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reef_harness import service
+from reef_harness.client import Client
+from reef_harness.compute import coverage
+from reef_harness.compute.asker import Asker, Budget
+from reef_harness.compute.beam import Beam, beam_search
+from reef_harness.compute.best_of import best_of
+from reef_harness.compute.consistency import self_consistency
+from reef_harness.compute.outcome import Outcome
+from reef_harness.compute.revision import changes, revise
+from reef_harness.compute.routing import route
+from reef_harness.compute.run import Method, credit, rows_table, run_each, seed_of, summarize
+from reef_harness.compute.scores import Scorer, by_judge, by_logprob_mean, by_logprob_sum, by_verifier
+from reef_harness.evaluation.items import read_items
+from reef_harness.graders import Grader
+from reef_harness.graders.named import grader_of
+from reef_harness.types import Item
+
+SCORERS: dict[str, Scorer] = {"logprob-sum": by_logprob_sum, "logprob-mean": by_logprob_mean}
+FUNCTION = "a function of yours, as MODULE:NAME (modules here are found)"
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add them to ``reef-harness``. Each sets ``run``: parsed arguments in, the exit status out."""
+    parser = commands.add_parser("compute", help="spend more tokens on an answer, counted")
+    methods = parser.add_subparsers(dest="method", required=True, metavar="METHOD")
+    vote = _add(methods, "vote", "self-consistency: the majority of several answers")
+    vote.add_argument("--all", action="store_true", help="draw every sample, though the vote is decided")
+    best = _add(methods, "best-of", "the best of several answers by a scorer")
+    known = "logprob-sum, logprob-mean, judge:URL,model=M,needs_gold=no"
+    best.add_argument("--scorer", required=True, help=f"{known}, or {FUNCTION}")
+    best.add_argument("--accept", type=float, help="stop at the first answer that scores at least this")
+    beam = _add(methods, "beam", "beam search over segments of an answer, led by a verifier")
+    beam.add_argument("--verifier", required=True, help=f"{FUNCTION}: (item, partial answer) -> score")
+    beam.add_argument("--boundary", required=True, help="the text that ends a segment")
+    beam.add_argument("--width", type=int, default=2)
+    beam.add_argument("--expansions", type=int, default=2, help="of each beam")
+    beam.add_argument("--floor", type=float, help="drop what scores below")
+    beam.add_argument("--accept", type=float, help="end with the first whole answer that scores at least this")
+    revision = _add(methods, "revise", "answer again after what a checker found")
+    revision.add_argument("--checker", required=True, help=f"{FUNCTION}: (item, sample) -> text, or None")
+    revision.add_argument("--rounds", type=int, default=2)
+    routing = _add(methods, "route", "more samples where the first ones disagree; the budget is shared by all items")
+    routing.add_argument("--first", type=int, default=3, help="samples that every item gets")
+    _add(methods, "coverage", "how often one of k answers is right, and where more brings little")
+
+
+def _add(
+    methods: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, help: str
+) -> argparse.ArgumentParser:
+    parser = methods.add_parser(name, help=help)
+    service.add_options(parser)
+    parser.add_argument("--items", type=Path, required=True, help="JSONL, as for evaluate")
+    parser.add_argument("--grader", required=True, help="see reef-harness graders; its reading of answers votes")
+    parser.add_argument("--samples", type=int, default=8, help="answers to an item at most")
+    parser.add_argument("--budget", type=int, metavar="TOKENS", help="sampled tokens for an item at most (no limit)")
+    parser.add_argument("--least", type=int, default=1, help="ask for no answer that could get fewer tokens")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of one answer")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--release", help="ask this one, whatever is served")
+    parser.add_argument("--limit", type=int, help="only the first so many items")
+    parser.add_argument("--concurrency", type=int, default=64, help="items at a time")
+    parser.add_argument("--out", type=Path, help="JSONL file of the outcomes, with everything that was sampled")
+    parser.set_defaults(run=_compute)
+    return parser
+
+
+def _compute(arguments: argparse.Namespace) -> int:
+    return asyncio.run(_compute_all(arguments))
+
+
+async def _compute_all(arguments: argparse.Namespace) -> int:
+    grader = grader_of(arguments.grader)
+    items, complaints = read_items(arguments.items)
+    for complaint in complaints:
+        _say(f"left out: {complaint}")
+    items = items[: arguments.limit]
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(await service.connect(arguments))
+        if arguments.release is not None:
+            await stack.enter_async_context(client.engine_for(arguments.release))
+        outcomes = await _run(arguments, client, items, grader)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text("".join(json.dumps(outcome.json()) + "\n" for outcome in outcomes))
+        _say(f"wrote {arguments.out}")
+    return await _tell(arguments, items, outcomes, grader)
+
+
+async def _run(arguments: argparse.Namespace, client: Client, items: Sequence[Item], grader: Grader) -> list[Outcome]:
+    make = partial(_asker, arguments, client)
+    if arguments.method == "route":
+        if arguments.budget is None:
+            raise ValueError("route shares out a budget: --budget TOKENS says how much for an item on average")
+        return await route(
+            [make(item) for item in items],
+            items,
+            grader.read,
+            tokens=arguments.budget * len(items),
+            first=arguments.first,
+            most=arguments.samples,
+            least=arguments.least,
+        )
+    return await run_each(items, make, _method(arguments, grader), concurrency=arguments.concurrency)
+
+
+def _asker(arguments: argparse.Namespace, client: Client, item: Item) -> Asker:
+    samples = arguments.samples if arguments.method in ("vote", "best-of", "coverage") else None
+    return Asker(
+        client,
+        Budget(arguments.budget, samples, arguments.least),
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        seed=seed_of(arguments.seed, item),
+        release=arguments.release,
+        logprobs=arguments.method in ("best-of", "beam"),
+    )
+
+
+def _method(arguments: argparse.Namespace, grader: Grader) -> Method:
+    read, samples = grader.read, arguments.samples
+    if arguments.method == "beam":
+        how = Beam(
+            arguments.boundary,
+            arguments.width,
+            arguments.expansions,
+            floor=arguments.floor,
+            accept=arguments.accept,
+        )
+        verify = function_of(arguments.verifier)
+        return lambda asker, item: beam_search(asker, item, read, verify, how)
+    if arguments.method == "revise":
+        check = function_of(arguments.checker)
+        return lambda asker, item: revise(asker, item, read, check, arguments.rounds)
+    if arguments.method == "best-of":
+        score = scorer_of(arguments.scorer)
+        return lambda asker, item: best_of(asker, item, read, score, samples, accept=arguments.accept)
+    early_stop = arguments.method == "vote" and not arguments.all
+    return lambda asker, item: self_consistency(asker, item, read, samples, early_stop=early_stop)
+
+
+async def _tell(
+    arguments: argparse.Namespace, items: Sequence[Item], outcomes: Sequence[Outcome], grader: Grader
+) -> int:
+    """Print what came of it; 1 where nothing could be graded."""
+    if arguments.method == "coverage":
+        print(coverage.text_of(await coverage.counts(items, outcomes, grader)))
+        return 0
+    row = await summarize(arguments.method, items, outcomes, grader)
+    print(rows_table([row]))
+    print("stopped by: " + ", ".join(f"{name} {count}" for name, count in sorted(row.stopped_by.items())))
+    if arguments.method == "revise":
+        found = changes(await _first_and_last(items, outcomes, grader))
+        print(
+            f"right to wrong {found.right_to_wrong}, wrong to right {found.wrong_to_right}, "
+            f"stayed right {found.right_to_right}, stayed wrong {found.wrong_to_wrong}"
+        )
+    for outcome in outcomes:
+        if outcome.error:
+            _say(f"{outcome.item}: {outcome.error}")
+    return 0 if row.accuracy else 1
+
+
+async def _first_and_last(
+    items: Sequence[Item], outcomes: Sequence[Outcome], grader: Grader
+) -> list[tuple[bool, bool]]:
+    pairs = []
+    for item, outcome in zip(items, outcomes, strict=True):
+        if outcome.trace:
+            first, last = await credit(item, outcome.trace[:1], grader), await credit(item, outcome.chosen, grader)
+            if first is not None and last is not None:
+                pairs.append((first == 1, last == 1))
+    return pairs
+
+
+def scorer_of(spec: str) -> Scorer:
+    """The scorer that a text names. Raises ValueError where there is none."""
+    if spec in SCORERS:
+        return SCORERS[spec]
+    if spec.startswith("judge:"):
+        return by_judge(grader_of(spec))
+    return by_verifier(function_of(spec))
+
+
+def function_of(spec: str) -> Callable[..., Any]:
+    """The function ``MODULE:NAME``; modules in the current directory are found. Raises ValueError where it is none."""
+    module_name, colon, name = spec.partition(":")
+    if not colon:
+        raise ValueError(f"expected MODULE:NAME, got {spec!r}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise ValueError(f"{spec}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{spec}: {module_name} has no function {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,26 +1,33 @@
-"""Held-out evaluation: one answer to each item, graded, never trained on."""
+"""Held-out evaluation in one call: one answer to each item, graded, never trained on.
 
-import asyncio
+What the command ``reef-harness evaluate`` does with several answers and a directory, for programs that want a number.
+"""
+
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from reef_harness.client import Client
-from reef_harness.drivers import GRADABLE
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.intervals import wilson
+from reef_harness.evaluation.records import Response
+from reef_harness.evaluation.sample import Ask, Settings, asks, sample
 from reef_harness.graders import Grader, Verdict
-from reef_harness.types import Completion, Item, Json
+from reef_harness.types import Item, Json
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One item's answer. ``error`` is set where there was none; then there is no verdict either."""
+    """One item's answer. Where there was none, ``error`` says why, and there is no verdict either."""
 
     item: Item
-    completion: Completion | None
+    response: Response
     verdict: Verdict | None
-    error: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no whole answer."""
+        return self.response.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,56 +82,47 @@ async def evaluate(
 
     Requests carry ``x-reef-purpose: eval`` and a seed of their own (``seed`` + position), so the same weights give the
     same result. With ``release`` only that one may answer: the one that is served, or the one that is held. A request
-    that fails is counted under ``errors`` and left out of the shares; HarnessError is raised
-    when nothing could be graded.
+    that fails, or whose answer cannot be judged, is counted under ``errors`` and left out of the shares; HarnessError
+    is raised where no request could succeed, or nothing could be graded.
     """
-    slots = asyncio.Semaphore(concurrency)
+    settings = Settings(1, temperature, max_tokens=max_tokens, seed=seed)
+    answers: dict[int, Answer] = {}  # by seed: each request has its own, and ids may be given twice
 
-    async def answer(position: int, item: Item) -> Answer:
-        async with slots:
-            result = await _answer(client, item, grader, temperature, max_tokens, seed + position, release)
+    async def keep(ask: Ask, response: Response) -> None:
+        verdict = None
+        if response.error is None:
+            verdict = await grader.judge(ask.item, response.text or "", response.finish_reason or "")
+        answers[ask.seed] = Answer(ask.item, response, verdict)
         if progress:
-            progress(result)
-        return result
+            progress(answers[ask.seed])
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(answer(i, item)) for i, item in enumerate(items)]
-    return _evaluation([task.result() for task in tasks])
-
-
-async def _answer(
-    client: Client, item: Item, grader: Grader, temperature: float, max_tokens: int, seed: int, release: str | None
-) -> Answer:
-    try:
-        completion = await client.chat(
-            item.messages, temperature=temperature, max_tokens=max_tokens, seed=seed, purpose="eval", release=release
-        )
-    except HarnessError as error:
-        return Answer(item, None, None, f"{type(error).__name__}: {error}")
-    choice = completion.choices[0]
-    if choice.finish_reason not in GRADABLE:
-        return Answer(item, completion, None, f"not a whole answer: finish_reason {choice.finish_reason!r}")
-    return Answer(item, completion, await grader.judge(item, choice.text, choice.finish_reason))
+    wanted = list(asks(items, settings))
+    await sample(client, wanted, settings, release=release, concurrency=concurrency, keep=keep)
+    return _evaluation([answers[ask.seed] for ask in wanted])
 
 
 def _evaluation(answers: list[Answer]) -> Evaluation:
-    graded = [(a.completion, a.verdict) for a in answers if a.completion is not None and a.verdict is not None]
-    if not graded:
-        raise HarnessError(
-            f"none of {len(answers)} items could be evaluated; the first said: "
-            f"{answers[0].error if answers else 'there were no items'}"
-        )
-    correct = sum(verdict.correct for _, verdict in graded)
-    low, high = wilson(correct, len(graded))
+    judged = [(answer.response, answer.verdict) for answer in answers if answer.verdict and answer.verdict.graded]
+    if not judged:
+        raise HarnessError(f"none of {len(answers)} items could be evaluated; the first said: {_first_word(answers)}")
+    correct = sum(verdict.correct for _, verdict in judged)
+    low, high = wilson(correct, len(judged))
     return Evaluation(
         correct=correct,
-        graded=len(graded),
-        errors=len(answers) - len(graded),
-        accuracy=correct / len(graded),
+        graded=len(judged),
+        errors=len(answers) - len(judged),
+        accuracy=correct / len(judged),
         low=low,
         high=high,
-        format_valid=sum(verdict.format_valid for _, verdict in graded) / len(graded),
-        mean_tokens=sum(completion.completion_tokens for completion, _ in graded) / len(graded),
-        release=Counter(completion.release for completion, _ in graded).most_common(1)[0][0],
+        format_valid=sum(verdict.format_valid for _, verdict in judged) / len(judged),
+        mean_tokens=sum(response.completion_tokens or 0 for response, _ in judged) / len(judged),
+        release=Counter(response.release or "" for response, _ in judged).most_common(1)[0][0],
         answers=tuple(answers),
     )
+
+
+def _first_word(answers: Sequence[Answer]) -> str:
+    if not answers:
+        return "there were no items"
+    verdict = answers[0].verdict
+    return str(answers[0].error or (f"{verdict.outcome}: {verdict.reason_code} {verdict.detail}" if verdict else ""))

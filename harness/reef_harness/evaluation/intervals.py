@@ -1,6 +1,31 @@
-"""Intervals and tests for shares and differences. Standard library only."""
+"""Intervals of shares and means. Standard library only.
+
+Several answers to one item are not independent trials: what is drawn at random is the item. So intervals over more
+than one answer an item are bootstrapped by item; Wilson's is for one yes or no an item.
+"""
 
 import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured value with the ends of its 95% interval, and how many items it is over."""
+
+    value: float
+    low: float
+    high: float
+    items: int
+
+    def json(self) -> dict[str, float]:
+        """As it is stored: a gate of the service reads ``value``, ``low`` and ``high``."""
+        return asdict(self)
 
 
 def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> tuple[float, float]:
@@ -17,3 +42,52 @@ def wilson(successes: int, trials: int, z: float = 1.959963984540054) -> tuple[f
     low = 0.0 if successes == 0 else (centre - spread) / scale
     high = 1.0 if successes == trials else (centre + spread) / scale
     return low, high
+
+
+def by_item(values: Sequence[float], *, seed: int = 0) -> Figure | None:
+    """The mean of one value per item: Wilson's interval where each is 0 or 1, else a bootstrap. None: no items."""
+    return columns_by_item([(value,) for value in values], seed=seed)[0] if values else None
+
+
+def columns_by_item(rows: Sequence[Sequence[float]], *, seed: int = 0) -> list[Figure]:
+    """:func:`by_item` of each column; ``rows`` holds one row per item. Raises ValueError for no rows."""
+    if not rows:
+        raise ValueError("no items, no figures")
+    columns = list(zip(*rows, strict=True))
+    shares = [i for i, column in enumerate(columns) if any(value not in (0, 1) for value in column)]
+    ends = {i: wilson(sum(map(int, column)), len(rows)) for i, column in enumerate(columns) if i not in shares}
+    if shares:
+        ends |= zip(shares, bootstrap([[row[i] for i in shares] for row in rows], seed=seed), strict=True)
+    return [Figure(math.fsum(column) / len(rows), *ends[i], len(rows)) for i, column in enumerate(columns)]
+
+
+def bootstrap(
+    rows: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES, level: float = 0.95
+) -> list[tuple[float, float]]:
+    """Percentile bootstrap of the means of the columns; ``rows`` holds one row per item, items are drawn with return.
+
+    The columns of a resample are of the same items, and the same ``seed`` draws the same resamples. Equal rows are
+    drawn as one with their weight, so that thousands of items with few different values cost little. Source: Efron
+    and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13. Raises ValueError for no rows.
+    """
+    if not rows:
+        raise ValueError("a bootstrap needs at least one item")
+    kinds = Counter(tuple(row) for row in rows)
+    distinct, weights = list(kinds), list(accumulate(kinds.values()))
+    rng = random.Random(seed)
+    means: list[list[float]] = [[] for _ in rows[0]]
+    for _ in range(resamples):
+        drawn = Counter(rng.choices(range(len(distinct)), cum_weights=weights, k=len(rows)))
+        for column, found in enumerate(means):
+            found.append(sum(distinct[kind][column] * times for kind, times in drawn.items()) / len(rows))
+    return [(quantile(sorted(found), (1 - level) / 2), quantile(sorted(found), (1 + level) / 2)) for found in means]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The quantile of ascending values, linear between neighbours. Raises ValueError for none."""
+    if not ordered:
+        raise ValueError("no values, no quantile")
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

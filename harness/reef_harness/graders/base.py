@@ -72,6 +72,13 @@ class Grader(ABC):
         """What :meth:`judge` awaits. Graders that wait for something (a process, a model) do so here."""
         return self.grade(text, gold, finish_reason)
 
+    def read(self, text: str) -> str | None:
+        """What an answer says, without judging it: answers that say the same give the same text, so they can vote.
+
+        None: it cannot be read, or this grader has no such form (then nothing can vote under it).
+        """
+        return None
+
     # ---- verdicts of this grader
 
     def decided(self, right: bool, reason_code: str, detail: str = "") -> Verdict:

@@ -1,7 +1,94 @@
-"""The commands of this room."""
+"""``reef-harness grade``: grade texts that are there already."""
 
 import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from reef_harness.graders.base import Grader
+from reef_harness.graders.named import grader_of
+from reef_harness.types import Item
+
+_COLUMNS = frozenset({"text", "gold", "finish_reason", "question", "id"})
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add them to ``reef-harness``. Each sets ``run``: parsed arguments in, the exit status out."""
+    parser = commands.add_parser(
+        "grade",
+        help="grade texts that are there already",
+        description="Grade one text against --gold, or each line of a JSONL file of text, gold and, where known,"
+        " finish_reason, question and id. Verdicts go to stdout, a JSON line each.",
+    )
+    parser.add_argument(
+        "--grader",
+        required=True,
+        help="final, boxed, number, choice, math-verify, json-schema, code, "
+        "judge:URL,model=M,rubric=FILE, or your own as module:Class",
+    )
+    parser.add_argument("--gold", help="the right answer: the input is one text")
+    parser.add_argument("--finish-reason", default="stop", help="of texts that do not say their own (default: stop)")
+    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="default: -, standard input")
+    parser.set_defaults(run=_grade)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    item: Item
+    text: str
+    finish_reason: str
+
+
+def _grade(arguments: argparse.Namespace) -> int:
+    """Exit status 1 where a row could not be read, or a grader could not judge; the others are graded all the same."""
+    grader = grader_of(arguments.grader)
+    source = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    if arguments.gold is not None:
+        rows: Iterator[_Row | str] = iter([_Row(Item("1", (), arguments.gold), source, arguments.finish_reason)])
+    else:
+        rows = _rows(source, arguments.finish_reason)
+    return asyncio.run(_print_verdicts(grader, rows))
+
+
+async def _print_verdicts(grader: Grader, rows: Iterator[_Row | str]) -> int:
+    status = 0
+    for row in rows:
+        if isinstance(row, str):
+            print(row, file=sys.stderr)
+            status = 1
+            continue
+        verdict = await grader.judge(row.item, row.text, row.finish_reason)
+        print(json.dumps({"id": row.item.id, **asdict(verdict)}), flush=True)
+        if verdict.outcome == "error":
+            status = 1
+    return status
+
+
+def _rows(source: str, finish_reason: str) -> Iterator[_Row | str]:
+    """The rows, and a message in the place of each that cannot be graded. A row's id is its line where it has none."""
+    for number, line in enumerate(source.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield _row(number, json.loads(line), finish_reason)
+        except (ValueError, RecursionError) as error:
+            yield f"line {number}: {error}"
+
+
+def _row(number: int, raw: object, finish_reason: str) -> _Row:
+    if not isinstance(raw, dict) or not {"text", "gold"} <= raw.keys():
+        raise ValueError("expected an object with text and gold")
+    if unknown := raw.keys() - _COLUMNS:
+        raise ValueError(f"expected text, gold, finish_reason, question, id; got also {', '.join(sorted(unknown))}")
+    if wrong := [
+        name for name, value in raw.items() if not isinstance(value, str) and not (name == "gold" and value is None)
+    ]:
+        raise ValueError(f"{', '.join(wrong)} must be text")
+    question = raw.get("question", "")
+    messages = ({"role": "user", "content": question},) if question else ()
+    return _Row(
+        Item(raw.get("id", str(number)), messages, raw["gold"]), raw["text"], raw.get("finish_reason", finish_reason)
+    )

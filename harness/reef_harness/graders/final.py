@@ -1,8 +1,14 @@
 """``final``: one field at the end of the answer, compared as text."""
 
 import re
+from typing import Literal
 
 from reef_harness.graders.base import Grader, Verdict
+from reef_harness.graders.boxed import verdict_of
+from reef_harness.graders.equivalence import canonical, compare
+from reef_harness.graders.places import only_final
+
+Comparing = Literal["integer", "text", "latex"]
 
 
 class FinalGrader(Grader):
@@ -11,32 +17,58 @@ class FinalGrader(Grader):
     INT is ASCII digits with an optional minus sign: no plus sign, leading zeros, "-0", spaces, separators or look-alike
     digits. Whitespace after the field is allowed, anything else is not. Numbers are compared as text, so that an
     answer of a million digits costs nothing.
+
+    With ``comparing="text"`` the field may hold any text, compared exactly but for white space around it; with
+    ``"latex"`` it is compared as ``boxed`` compares what is in a box.
     """
 
     id = "final"
-    version = "1"
 
     _integer = re.compile(r"-?[1-9][0-9]*|0")
 
-    def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
-        """Judge one answer; every verdict is correct (score 1) or incorrect (score 0).
+    def __init__(self, comparing: Comparing = "integer") -> None:
+        if comparing not in ("integer", "text", "latex"):
+            raise ValueError(f"comparing must be integer, text or latex, got {comparing!r}")
+        self.comparing = comparing
+        self.version = "1" if comparing == "integer" else f"1-{comparing}"
 
-        Raises ValueError for a gold that is not such an integer itself: no answer could ever equal it.
+    def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
+        """Judge one answer; but for "latex" every verdict is correct (score 1) or incorrect (score 0).
+
+        Raises ValueError for a gold that no answer could ever equal: here an integer is wanted, or at least some text.
         """
-        if not self._integer.fullmatch(gold):
-            raise ValueError(f"the gold answer must be an integer without leading zeros, got {gold!r}")
+        self._check(gold)
         if finish_reason != "stop":
             return self.malformed("unfinished")
-        opened, closed = text.count("<final>"), text.count("</final>")
-        if opened == 0 or closed == 0:
-            return self.malformed("no_final")
-        if opened > 1 or closed > 1:
-            return self.malformed("several_finals")
-        body = text.rstrip(" \t\r\n")
-        if not body.endswith("</final>"):
-            return self.malformed("text_after_final")
-        value = body[body.index("<final>") :].removeprefix("<final>").removesuffix("</final>")
-        if not self._integer.fullmatch(value):
-            return self.malformed("not_an_integer")
-        right = value == gold
+        field = only_final(text)
+        if field.content is None:
+            return self.malformed(field.fault or "no_final")
+        match self.comparing:
+            case "latex":
+                return verdict_of(self, compare(gold, field.content), field.content)
+            case "text":
+                right = field.content.strip() == gold.strip()
+            case "integer":
+                if not self._integer.fullmatch(field.content):
+                    return self.malformed("not_an_integer")
+                right = field.content == gold
         return self.decided(right, "equal" if right else "wrong_value")
+
+    def read(self, text: str) -> str | None:
+        """What the one field at the end of the text holds, where it is in the form that is compared."""
+        content = only_final(text).content
+        if content is None:
+            return None
+        match self.comparing:
+            case "latex":
+                return canonical(content)
+            case "text":
+                return content.strip() or None
+            case "integer":
+                return content if self._integer.fullmatch(content) else None
+
+    def _check(self, gold: str) -> None:
+        if self.comparing == "integer" and not self._integer.fullmatch(gold):
+            raise ValueError(f"the gold answer must be an integer without leading zeros, got {gold!r}")
+        if not gold.strip():
+            raise ValueError("the gold answer is empty")

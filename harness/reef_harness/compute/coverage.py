@@ -1,0 +1,44 @@
+"""The coverage curve: how often at least one of k answers is right, and where more of them bring little."""
+
+from collections.abc import Sequence
+
+from reef_harness.compute.closed_forms import coverage
+from reef_harness.compute.outcome import Outcome
+from reef_harness.compute.routing import knee
+from reef_harness.errors import HarnessError
+from reef_harness.evaluation.pass_at_k import curve
+from reef_harness.evaluation.table import share, table
+from reef_harness.graders import Grader
+from reef_harness.types import Item
+
+Counts = list[tuple[int, int]]  # of each item: answers, right ones
+
+
+async def counts(items: Sequence[Item], outcomes: Sequence[Outcome], grader: Grader) -> Counts:
+    """Judge every answer of every trace. Items of which an answer cannot be judged are left out.
+
+    Raises HarnessError where none is left.
+    """
+    found: Counts = []
+    for item, outcome in zip(items, outcomes, strict=True):
+        verdicts = [await grader.judge(item, each.text, each.finish_reason) for each in outcome.trace]
+        if verdicts and all(verdict.graded for verdict in verdicts):
+            found.append((len(verdicts), sum(verdict.correct for verdict in verdicts)))
+    if not found:
+        raise HarnessError("no item has answers that could all be judged: there is no coverage")
+    return found
+
+
+def text_of(found: Counts) -> str:
+    """The curve for every k that all items have, its knee, and what 1 - (1 - p)^k says of the mean chance p."""
+    most = min(n for n, _ in found)
+    p = sum(right / n for n, right in found) / len(found)
+    points = curve(found, range(1, most + 1))
+    at = knee(list(points), [figure.value for figure in points.values()]) if most > 1 else None
+    rows = [
+        (f"{k}{' (knee)' if position == at else ''}", share(figure), f"{coverage(p, k):.3f}")
+        for position, (k, figure) in enumerate(points.items())
+    ]
+    return f"{len(found)} items, {most} answers each, mean chance p = {p:.3f}\n\n" + table(
+        ("k", "one of k is right", "1 - (1 - p)^k"), rows
+    )

@@ -1,0 +1,328 @@
+"""Whether two answers are the same, strictly: the same text, or the same number. A doubt is never a yes."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from reef_harness.graders.latex import (
+    MAX_LENGTH,
+    MAX_NESTING,
+    NotEvaluated,
+    Undefined,
+    Unreadable,
+    Value,
+    close,
+    evaluate,
+)
+from reef_harness.graders.notation import clean, grouped, ungrouped
+
+TOLERANCE = Fraction(1, 10**6)  # relative, where one of the two is written with a decimal point
+_CLOSED_FORM = Fraction(1, 10**50)  # relative, between two closed forms computed to 100 digits
+_MAX_ELEMENTS = 40
+_MAX_TEXT = 100_000  # characters; longer answers are compared as they are
+
+Result = Literal["equal", "different", "review"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result and its reason code; ``detail`` is for people."""
+
+    result: Result
+    reason_code: str
+    detail: str = ""
+
+
+_SAME_TEXT = Comparison("equal", "same_text")
+_SAME_VALUE = Comparison("equal", "same_value")
+_DIFFERENT = Comparison("different", "different")
+
+
+def compare(gold: str, answer: str) -> Comparison:
+    """Compare an answer with gold, both LaTeX or plain text. Raises ValueError for a gold without content or value."""
+    if not (right := clean(gold)):
+        raise ValueError(f"the gold answer is empty: {gold!r}")
+    if len(answer) > _MAX_TEXT:
+        same = answer.strip() == gold.strip()
+        return _SAME_TEXT if same else Comparison("review", "too_long", f"{len(answer)} characters")
+    given = clean(answer)
+    if given == right:
+        return _SAME_TEXT
+    if not given:
+        return Comparison("different", "empty")
+    if right.isascii() and not given.isascii():
+        return Comparison("different", "strange_characters", _strange(given))
+    if max(len(given), len(right)) > MAX_LENGTH:
+        return Comparison("review", "too_long", f"{len(given)} characters, gold has {len(right)}")
+    return _compare(right, given, 0)
+
+
+def canonical(answer: str) -> str | None:
+    """One text for answers that are the same number or the same text, for voting; None for an empty one."""
+    if len(answer) > _MAX_TEXT or not (text := clean(answer)):
+        return None
+    try:
+        value = evaluate(ungrouped(text) if grouped(text) else text)
+    except NotEvaluated:
+        return text
+    return str(value.number) if isinstance(value.number, Fraction) else f"{value.number:.12g}"
+
+
+def _strange(text: str) -> str:
+    found = next(character for character in text if not character.isascii())
+    return f"U+{ord(found):04X}"
+
+
+# ---- lists, sets, tuples, intervals
+
+
+@dataclass(frozen=True, slots=True)
+class _Collection:
+    opening: str
+    closing: str
+    elements: tuple[str, ...]
+
+    @property
+    def unordered(self) -> bool:
+        return self.opening == "\\{"
+
+
+def _compare(gold: str, answer: str, depth: int) -> Comparison:
+    if depth > MAX_NESTING:
+        return Comparison("review", "too_large", "nested too deep")
+    if gold == answer:
+        return _SAME_TEXT
+    right, given = _collection(gold), _collection(answer)
+    if right is None and given is None:
+        return _compare_single(gold, answer)
+    if right is None or given is None:
+        return _compare_grouped(gold, answer)
+    return _compare_collections(right, given, depth)
+
+
+def _compare_grouped(gold: str, answer: str) -> Comparison:
+    """One is a list by its commas; perhaps they only separate thousands."""
+    if grouped(answer):
+        return _compare_single(gold, ungrouped(answer))
+    if grouped(gold):
+        return Comparison("review", "ambiguous", f"gold {gold} is one number, or a list")
+    return _DIFFERENT
+
+
+def _compare_collections(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
+    if max(len(gold.elements), len(answer.elements)) > _MAX_ELEMENTS:
+        return Comparison("review", "too_large", f"more than {_MAX_ELEMENTS} elements")
+    if gold.unordered and answer.unordered:
+        return _compare_sets(gold, answer, depth)
+    if len(gold.elements) != len(answer.elements):
+        return _DIFFERENT
+    if (gold.opening, gold.closing) != (answer.opening, answer.closing):
+        if gold.opening and answer.opening:  # an open interval is no closed one, a pair is no set
+            return _DIFFERENT
+        found = _matched(gold, answer, depth)
+        return found if found is _DIFFERENT else Comparison("review", "delimiters_differ")
+    pairs = zip(gold.elements, answer.elements, strict=True)
+    found = _together([_compare(right, given, depth + 1) for right, given in pairs])
+    if found.result == "different" and not gold.opening and _matched(gold, answer, depth).result == "equal":
+        return Comparison("review", "order_differs")
+    return found
+
+
+def _compare_sets(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
+    """In any order. Strictly {1,1,2} is {1,2}, but who repeats an element may mean something else."""
+    if len(gold.elements) == len(answer.elements):
+        found = _matched(gold, answer, depth)
+        if found.result != "different":
+            return found
+    table = [
+        [_compare(right, given, depth + 1).result != "different" for given in answer.elements]
+        for right in gold.elements
+    ]
+    if all(map(any, table)) and all(map(any, zip(*table, strict=True))):
+        return Comparison("review", "repeated_elements")
+    return _DIFFERENT
+
+
+def _matched(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
+    """Every element of gold with an element of the answer, in any order."""
+    left = list(answer.elements)
+    found = []
+    for right in gold.elements:
+        results = [_compare(right, given, depth + 1) for given in left]
+        best = min(range(len(left)), key=lambda i: ("equal", "review", "different").index(results[i].result))
+        found.append(results[best])
+        left.pop(best)
+    return _together(found)
+
+
+def _together(found: list[Comparison]) -> Comparison:
+    for result in ("different", "review"):
+        if some := [one for one in found if one.result == result]:
+            return _DIFFERENT if result == "different" else some[0]
+    return _SAME_VALUE if _SAME_VALUE in found else _SAME_TEXT
+
+
+_PIECE = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
+_OPENING = frozenset({"(", "[", "{", "\\{"})
+_CLOSING = frozenset({")", "]", "}", "\\}"})
+
+
+def _collection(text: str) -> _Collection | None:
+    """Its elements where it has commas between them, or is a set; None for a single thing."""
+    pieces = _PIECE.findall(text)
+    if pieces[0] in ("(", "[", "\\{") and pieces[-1] in (")", "]", "\\}") and _closes_at(pieces) == len(pieces) - 1:
+        elements = _split(pieces[1:-1])
+        if len(elements) > 1 or pieces[0] == "\\{":
+            return _Collection(pieces[0], pieces[-1], elements)
+        return None
+    elements = _split(pieces)
+    return _Collection("", "", elements) if len(elements) > 1 else None
+
+
+def _closes_at(pieces: list[str]) -> int:
+    depth = 0
+    for position, piece in enumerate(pieces):
+        depth += (piece in _OPENING) - (piece in _CLOSING)
+        if depth == 0:
+            return position
+    return -1
+
+
+def _split(pieces: list[str]) -> tuple[str, ...]:
+    elements, depth = [""], 0
+    for piece in pieces:
+        depth += (piece in _OPENING) - (piece in _CLOSING)
+        if piece == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += piece
+    return tuple(clean(element) or "," for element in elements)  # an empty element equals no other text
+
+
+# ---- single things
+
+_UNIT = re.compile(r"(?:\\?%|\^\{?\\circ\}?|\\(?:text|textrm|mathrm|mbox)\{[^{}]*\})$")
+_CURRENCY = re.compile(r"^\\?\$")
+_ASSIGNED = re.compile(r"^[A-Za-z]=(?!=)")
+_INFINITE = re.compile(r"([-+]?)\\infty")
+# Notation that has a value and is not computed here: an answer that holds it may be right.
+_BEYOND = re.compile(
+    r"!|_|\||=|<|>|\\(?:log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|binom|dbinom|tbinom|sum"
+    r"|prod|int|lim|max|min|gcd|bmod|pmod|mod|lfloor|rfloor|lceil|rceil|cup|cap|infty|pm|mp|overline|dots|ldots|cdots"
+    r"|le|ge|ne|in|mathbb|begin|setminus|emptyset|varnothing)(?![A-Za-z])"
+)
+
+
+def _compare_single(gold: str, answer: str) -> Comparison:
+    gold, answer = _without_name(gold, answer)
+    gold, answer = (ungrouped(side) if grouped(side) else side for side in (gold, answer))
+    if gold == answer:
+        return _SAME_VALUE
+    (right, right_unit), (given, given_unit) = _unit(gold), _unit(answer)
+    if right_unit != given_unit and right and given:
+        return Comparison(
+            "review", "unit_differs", f"gold {right_unit or 'has none'}, answer {given_unit or 'has none'}"
+        )
+    if right_unit and right == given:
+        return _SAME_TEXT
+    if right_unit and right and given:
+        gold, answer = right, given
+    if infinite := _INFINITE.fullmatch(gold) or _INFINITE.fullmatch(answer):
+        return _compare_infinite(gold, answer, infinite)
+    return _compare_values(gold, answer)
+
+
+def _without_name(gold: str, answer: str) -> tuple[str, str]:
+    """``x=5`` beside ``5`` is 5; two names must be the same."""
+    names = [found[0] if (found := _ASSIGNED.match(side)) else "" for side in (gold, answer)]
+    if names[0] and names[1] and names[0] != names[1]:
+        return gold, answer
+    return gold[len(names[0]) :], answer[len(names[1]) :]
+
+
+def _unit(text: str) -> tuple[str, str]:
+    """The text without a currency before it and a per cent, a degree or words after it; and these."""
+    unit = ""
+    if found := _CURRENCY.match(text):
+        unit, text = "$", text[found.end() :]
+    while (found := _UNIT.search(text)) and len(unit) < MAX_LENGTH:
+        unit, text = found[0].removeprefix("\\") + unit, text[: found.start()]
+    return text.strip(), re.sub(r"[\s{}]", "", unit)
+
+
+def _compare_infinite(gold: str, answer: str, found: "re.Match[str]") -> Comparison:
+    both = [_INFINITE.fullmatch(side) for side in (gold, answer)]
+    if both[0] and both[1]:
+        return _SAME_VALUE if (both[0][1] == "-") == (both[1][1] == "-") else _DIFFERENT
+    try:
+        evaluate(answer if both[0] else gold)
+    except NotEvaluated as error:
+        return _DIFFERENT if not error.maybe and not _BEYOND.search(answer) else Comparison("review", "not_evaluated")
+    return _DIFFERENT
+
+
+def _compare_values(gold: str, answer: str) -> Comparison:
+    try:
+        right = evaluate(gold)
+    except Unreadable:
+        return _compare_symbols(gold, answer)
+    except Undefined as error:
+        raise ValueError(f"the gold answer has no value: {gold!r}, {error}") from error
+    except NotEvaluated as error:
+        return Comparison("review", error.reason, f"gold: {error}")
+    try:
+        given = evaluate(answer)
+    except Unreadable:
+        return _compare_symbols(gold, answer)
+    except NotEvaluated as error:
+        return Comparison("review" if error.maybe else "different", error.reason, str(error))
+    return _SAME_VALUE if same_number(right, given) else _DIFFERENT
+
+
+def same_number(gold: Value, answer: Value) -> bool:
+    """Whether two numbers are the same.
+
+    Closed forms (integers, fractions, roots, powers of them) must be equal. Where one of the two is written with a
+    decimal point, the answer may be off by 1e-6 of gold; by no more than 1e-6 altogether where gold is an integer.
+    """
+    if close(answer.number, gold.number, _CLOSED_FORM):
+        return True
+    if not (gold.decimal or answer.decimal) or (gold.whole and answer.whole):
+        return False
+    if not close(answer.number, gold.number, TOLERANCE):
+        return False
+    size = abs(Fraction(gold.number)) if gold.whole else Fraction(1)
+    return size <= 1 or close(answer.number, gold.number, TOLERANCE / size)
+
+
+# ---- formulas with letters: never equal by their values, but different by them
+
+_POINTS = (3, 7, 12)
+_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
+
+
+def _compare_symbols(gold: str, answer: str) -> Comparison:
+    """Formulas in other words: values at three points can tell that they differ, a person that they are the same."""
+    if _WORD.search(gold) or _WORD.search(answer):  # words, not products of letters
+        return _DIFFERENT
+    for point in _POINTS:
+
+        def value_of(name: str, point: int = point) -> Fraction:
+            return Fraction(point + 2 * (sum(name.encode()) % 23))
+
+        try:
+            right, given = evaluate(gold, value_of), evaluate(answer, value_of)
+        except Unreadable as error:
+            beyond = _BEYOND.search(answer) or (_BEYOND.search(gold) and _BEYOND.search(gold + answer))
+            return Comparison("review", "not_evaluated", str(error)) if beyond and _formula(answer) else _DIFFERENT
+        except NotEvaluated as error:
+            return Comparison("review", error.reason, str(error))
+        if not same_number(right, given):
+            return _DIFFERENT
+    return Comparison("review", "may_be_equal", "the same at three points")
+
+
+def _formula(text: str) -> bool:
+    """Whether it holds a digit, a command or a letter alone, as formulas do and words do not."""
+    return re.search(r"[0-9\\]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text) is not None

@@ -1,0 +1,122 @@
+"""Graders by name, for the command line and configuration files."""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+
+from reef_harness.graders.base import Grader
+from reef_harness.graders.boxed import BoxedGrader
+from reef_harness.graders.choice import ChoiceGrader
+from reef_harness.graders.final import FinalGrader
+from reef_harness.graders.number import NumberGrader
+
+Options = dict[str, str]
+
+
+def grader_of(spec: str) -> Grader:
+    """The grader that ``spec`` names: NAME, NAME:option=value,option=value, judge:URL,model=M or module:Class.
+
+    Raises ValueError for a name or an option that is not known, naming those that are, and for what the grader itself
+    refuses (a package that is missing, a sandbox that this machine cannot make).
+    """
+    name, _, rest = spec.partition(":")
+    if name in _MAKERS:
+        return _made(name, rest)
+    if rest and all(part.isidentifier() for part in [*name.split("."), *rest.split(".")]):
+        return _imported(name, rest)
+    raise ValueError(f"no grader is named {name!r}: known are {', '.join(_MAKERS)}, or your own as module:Class")
+
+
+def _made(name: str, rest: str) -> Grader:
+    options: Options = {}
+    for position, part in enumerate(filter(None, rest.split(","))):
+        key, equals, value = part.partition("=")
+        if name == "judge" and position == 0 and "://" in key:
+            key, equals, value = "url", "=", part
+        if not equals or key in options:
+            raise ValueError(f"grader {name}: expected option=value once each, got {part!r}")
+        options[key] = value
+    grader = _MAKERS[name](options)
+    if options:
+        raise ValueError(f"grader {name} has no option {', '.join(map(repr, options))}")
+    return grader
+
+
+def _imported(module: str, attribute: str) -> Grader:
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"no grader {module}:{attribute}: {error}") from error
+    grader = found() if isinstance(found, type) and issubclass(found, Grader) else found
+    if not isinstance(grader, Grader):
+        raise ValueError(f"{module}:{attribute} is no Grader, but {type(grader).__name__}")
+    return grader
+
+
+# ---- one maker each: takes the options that it knows out of ``options``
+
+
+def _final(options: Options) -> Grader:
+    return FinalGrader(options.pop("comparing", "integer"))  # type: ignore[arg-type]  # it checks
+
+
+def _number(options: Options) -> Grader:
+    where, tolerance = options.pop("where", "final"), options.pop("tolerance", "0")
+    return NumberGrader(where, Fraction(tolerance))  # type: ignore[arg-type]  # it checks
+
+
+def _choice(options: Options) -> Grader:
+    return ChoiceGrader(options.pop("options", "ABCDE"))
+
+
+def _math_verify(options: Options) -> Grader:
+    from reef_harness.graders.math_verify import MathVerifyGrader  # the extra's package, in a process of its own
+
+    return MathVerifyGrader(timeout_s=float(options.pop("timeout_s", "10")))
+
+
+def _json_schema(options: Options) -> Grader:
+    from reef_harness.graders.json_schema import JsonSchemaGrader
+
+    return JsonSchemaGrader(timeout_s=float(options.pop("timeout_s", "10")))
+
+
+def _code(options: Options) -> Grader:
+    from reef_harness.graders.code import CodeGrader, Limits
+
+    numbers = {key: float(options.pop(key)) for key in ("wall_s", "cpu_s") if key in options}
+    memory = {"memory_mib": int(options.pop("memory_mib"))} if "memory_mib" in options else {}
+    python = Path(options.pop("python")) if "python" in options else None
+    isolation = options.pop("isolation", "namespaces")
+    return CodeGrader(Limits(**numbers, **memory), isolation=isolation, python=python)  # type: ignore[arg-type]
+
+
+def _judge(options: Options) -> Grader:
+    from reef_harness.graders.judge import JudgeGrader
+
+    if missing := [key for key in ("url", "model", "rubric") if key not in options]:
+        raise ValueError(f"grader judge needs {', '.join(missing)}: judge:URL,model=NAME,rubric=FILE")
+    return JudgeGrader(
+        options.pop("url"),
+        model=options.pop("model"),
+        rubric=Path(options.pop("rubric")).read_text(encoding="utf-8"),
+        threshold=float(options.pop("threshold", "0.5")),
+        key=os.environ.get(options.pop("key_env", "REEF_JUDGE_KEY")),
+        needs_gold=options.pop("needs_gold", "yes") != "no",
+    )
+
+
+_MAKERS: Mapping[str, Callable[[Options], Grader]] = {
+    "final": _final,
+    "boxed": lambda options: BoxedGrader(),
+    "number": _number,
+    "choice": _choice,
+    "math-verify": _math_verify,
+    "json-schema": _json_schema,
+    "code": _code,
+    "judge": _judge,
+}

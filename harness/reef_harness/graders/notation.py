@@ -1,0 +1,89 @@
+"""LaTeX as it is compared: what changes only the look is taken away. Linear in the length of the text."""
+
+import re
+
+_UNICODE = str.maketrans(
+    {
+        "\u2212": "-",  # the minus sign
+        "\u00d7": "\\times ",
+        "\u00b7": "\\cdot ",
+        "\u22c5": "\\cdot ",
+        "\u00f7": "\\div ",
+        "\u03c0": "\\pi ",
+        "\u221e": "\\infty ",
+        "\u2264": "\\le ",
+        "\u2265": "\\ge ",
+        "\u00a0": " ",
+        "\u202f": " ",
+        "\u2009": " ",
+        "\u00b0": "^{\\circ}",
+    }
+)
+_WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_SAME = {
+    "dfrac": "\\frac",
+    "tfrac": "\\frac",
+    "cfrac": "\\frac",
+    "leq": "\\le",
+    "geq": "\\ge",
+    "neq": "\\ne",
+    "lbrace": "\\{",
+    "rbrace": "\\}",
+    "lbrack": "[",
+    "rbrack": "]",
+    "to": "\\rightarrow",
+    "displaystyle": "",
+    "textstyle": "",
+    "limits": "",
+    **dict.fromkeys(("quad", "qquad", "thinspace", "enspace"), " "),
+    **dict.fromkeys(("left", "right", "big", "bigl", "bigr", "Big", "Bigl", "Bigr", "bigg", "Bigg"), ""),
+}
+_COMMAND = re.compile(r"\\(" + "|".join(sorted(_SAME, key=len, reverse=True)) + r")(?![A-Za-z])")
+_SPACE = re.compile(r"\\[,;: ]|[ \t\r\n~]")
+_SPACES = re.compile(r"(?<=(.)) +(?=(.))", re.DOTALL)
+_WHOLE_TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox|operatorname|boxed)\s?\{([^{}]*)\}")
+_SCRIPT = re.compile(r"([\^_])([0-9A-Za-z])(?![0-9.])")
+_SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])(?![0-9.])")
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*(?:\.[0-9]+)?")
+_BRACED_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})")
+
+
+def clean(text: str) -> str:
+    """The same formula in one way of writing it; the texts of two answers that differ only in looks come out equal."""
+    text = unwrapped(text.translate(_UNICODE).strip())
+    text = text.replace("\\!", "")
+    text = _COMMAND.sub(lambda found: _SAME[found[1]], text)
+    text = _SPACE.sub(" ", text)
+    text = _BRACED_COMMA.sub(",", text)
+    text = _SPACES.sub(_space, text.strip())
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1]
+    if whole := _WHOLE_TEXT.fullmatch(text):
+        text = whole[1].strip()
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    return _SCRIPT.sub(r"\1{\2}", text)
+
+
+def unwrapped(text: str) -> str:
+    """Without the dollars or brackets of mathematics around the whole."""
+    for opening, closing in _WRAPPERS:
+        inside = text[len(opening) : -len(closing)]
+        if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
+            return inside.strip() if opening[0] != "$" or "$" not in inside else text
+    return text
+
+
+def grouped(text: str) -> bool:
+    """Whether it is a number in well-formed groups of three digits, "1,234,567" or "1 234 567"."""
+    return _GROUPED.fullmatch(text) is not None
+
+
+def ungrouped(text: str) -> str:
+    """The number without its separators."""
+    return text.replace(",", "").replace(" ", "")
+
+
+def _space(found: "re.Match[str]") -> str:
+    """One space between letters and digits, where it keeps them apart; none elsewhere."""
+    before, after = found[1], found[2]
+    return " " if before.isalnum() and after.isalnum() else ""

@@ -1,0 +1,66 @@
+"""What a task's folder says for the agent alone: the right answer, and who judges.
+
+Harbor gives an agent the instruction and the environment, and the environment knows the folder it was made of. Of that
+folder Harbor uploads ``environment/`` at the start and ``tests/`` only once the agent is done; ``task.toml`` stays on
+this side. So the gold answer is read here, from ``task.toml`` or from a file in ``tests/``, and does not enter the
+environment while the agent works.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from reef_harness.errors import HarnessError
+
+GOLD_FILE = "tests/gold.txt"
+
+
+class BadTask(HarnessError):  # noqa: N818
+    """A task's folder, or the table of gold answers, is not what the agent can read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSays:
+    """A task's name, gold answer and grader (a name that ``reef-harness graders`` lists); None where it has none."""
+
+    name: str
+    gold: str | None
+    grader: str | None
+
+
+def read_task(folder: Path) -> TaskSays:
+    """Read ``[metadata] gold`` and ``grader`` of ``task.toml``, and ``tests/gold.txt`` where there is no such gold.
+
+    Raises BadTask where one of them is there and cannot be read, or is empty.
+    """
+    path = folder / "task.toml"
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadTask(f"cannot read {path}: {error}") from error
+    metadata = config.get("metadata", {})
+    name = str(config.get("task", {}).get("name", folder.name))
+    gold, grader = (_text(path, field, metadata.get(field)) for field in ("gold", "grader"))
+    return TaskSays(name, gold if gold is not None else _gold_file(folder), grader)
+
+
+def _text(path: Path, field: str, value: object) -> str | None:
+    """A text, or a number as TOML has it (a float would have lost its digits: it is refused)."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise BadTask(f"{path}: [metadata] {field} must be a text that is not empty, got {value!r}")
+    return str(value)
+
+
+def _gold_file(folder: Path) -> str | None:
+    path = folder / GOLD_FILE
+    try:
+        gold = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadTask(f"cannot read {path}: {error}") from error
+    if not gold:
+        raise BadTask(f"{path} is empty: it must hold the right answer")
+    return gold

@@ -1,0 +1,302 @@
+"""The report as Markdown: what a person wants to know of a run, and what is not known."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from statistics import fmean
+
+from reef_harness.evaluation.table import table
+from reef_harness.monitor.figures import (
+    Reading,
+    alarms,
+    answers,
+    by_release,
+    held_out,
+    number,
+    of_method,
+    of_step,
+)
+from reef_harness.monitor.gates import Checked, Gates, best
+from reef_harness.monitor.series import (
+    REWARD,
+    STEP_FIGURES,
+    Shown,
+    components,
+    measured,
+    numbered,
+    phase_seconds,
+    series,
+    steps,
+)
+from reef_harness.monitor.source import Run
+from reef_harness.monitor.statistics import Correlation, correlation
+
+MOST_ROWS = 12
+Rows = Sequence[tuple[str, ...]]
+
+
+def page(run: Run, checked: Sequence[Checked], gates: Gates, figures: Sequence[str]) -> str:
+    """The whole page; ``figures`` are the names of the PNGs beside it."""
+    missing: list[str] = []
+    parts = [
+        _head(run),
+        _eligible(checked, gates),
+        _held_out(run, missing) + _picture("reward", figures, "Reward and held-out accuracy by release"),
+        _steps(run, missing) + _picture("steps", figures, "Figures of every step"),
+        _length(run, missing) + _picture("length", figures, "Reward against length"),
+        _answers(run, missing),
+        _time(run, missing) + _picture("time", figures, "Seconds by phase"),
+        _queue(run, missing),
+    ]
+    if missing:
+        parts.append("## Not known\n\n" + "".join(f"- {each}\n" for each in missing))
+    return "\n".join(part for part in parts if part)
+
+
+def _picture(name: str, figures: Sequence[str], title: str) -> str:
+    return f"\n![{title}]({name}.png)\n" if name in figures else ""
+
+
+# ---- what it is
+
+
+def _head(run: Run) -> str:
+    releases = run.releases
+    lines = [f"# {run.scenario}: report\n"]
+    if releases:
+        kinds = {kind: sum(each.operation == kind for each in releases) for kind in dict.fromkeys(_operations(run))}
+        head = next((each for each in reversed(releases) if each.current), releases[-1])
+        lines.append(
+            f"{len(releases)} releases ({', '.join(f'{count} {kind}' for kind, count in kinds.items())}), from "
+            f"{_when(releases[0].created_at)} to {_when(releases[-1].created_at)}. The head is {head.id}, step "
+            f"{head.step}{'' if head.state in (None, 'released') else f', {head.state}'}.\n"
+        )
+    else:
+        lines.append("There are no releases.\n")
+    paid, tested = [value for _, value in series(releases, REWARD.name)], measured(releases)
+    told = []
+    if paid:
+        span = min(5, len(paid))
+        told.append(
+            f"Reward went from {number(fmean(paid[:span]))} to {number(fmean(paid[-span:]))} "
+            f"(means of the first and the last {span} of {len(paid)} steps)."
+        )
+    if len(tested) > 1:
+        told.append(f"Held-out accuracy went from {tested[0][2]} to {tested[-1][2]}.")
+    rung = [release.id for release in releases if alarms(release)]
+    if rung:
+        told.append(f"**Alarms ring on {', '.join(rung[-3:])}** ({len(rung)} in all).")
+    return "\n".join([*lines, " ".join(told) + "\n"] if told else lines)
+
+
+def _operations(run: Run) -> list[str]:
+    return [release.operation for release in run.releases]
+
+
+def _when(created_at: str | float) -> str:
+    if isinstance(created_at, str):
+        return created_at
+    return datetime.fromtimestamp(created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# ---- what may be used
+
+
+def _eligible(checked: Sequence[Checked], gates: Gates) -> str:
+    if not checked:
+        return ""
+    found = best(checked)
+    eligible = sum(each.eligible for each in checked)
+    text = "## Checkpoints that may be used\n\n"
+    if found is None:
+        text += "**None is eligible**: a release is, where every gate passes; what is not known does not pass.\n\n"
+    else:
+        rank = "not known" if found.rank is None else number(found.rank)
+        text += (
+            f"Eligible: {eligible} of {len(checked)}. **The best by {gates.best} is {found.release.id}** ({rank}).\n\n"
+        )
+    rows = [
+        (
+            each.release.id + (" (best)" if each is found else ""),
+            "yes" if each.eligible else "no",
+            *(_gate_cell(result, reading) for _, result, reading in each.results),
+            each.unusable or "yes",
+        )
+        for each in checked
+    ]
+    head = ("release", "eligible", *(gate.figure for gate in gates.gates), "weights")
+    for gate, *_ in checked[0].results:
+        counts = Counter(result for each in checked for of, result, _ in each.results if of is gate)
+        text += f"- {gate}: " + ", ".join(f"{result} {count}" for result, count in sorted(counts.items())) + "\n"
+    return text + "\n" + _table(head, rows, keep=lambda row: row[1] == "yes" or row[0].endswith("(best)"))
+
+
+def _gate_cell(result: str, reading: Reading | None) -> str:
+    return result if reading is None else f"{reading}{'' if result == 'passed' else ': ' + result}"
+
+
+# ---- held out, steps
+
+
+def _held_out(run: Run, missing: list[str]) -> str:
+    tested = [(release, held_out(release)) for release in run.releases]
+    tested = [(release, found) for release, found in tested if found]
+    if not tested:
+        missing.append("held-out results: none is stored on a release (`reef-harness evaluate --store`)")
+    marked = [release for release in run.releases if alarms(release)]
+    if not tested and not marked:
+        return "## Reward\n" if series(run.releases, REWARD.name) else ""
+    text = "## Held-out results and marks\n\n"
+    if tested:
+        names = [name for name in _names(tested) if name not in ("correct", "graded", "errors", "samples")][:6]
+        rows = [
+            (release.id, str(release.step), *(_cell(found.get(name)) for name in names)) for release, found in tested
+        ]
+        text += _table(("release", "step", *names), rows)
+    for release in marked[-MOST_ROWS:]:
+        for alarm in alarms(release):
+            text += f"\n- {release.id} rings: {alarm.get('message') or alarm.get('metric')}"
+    held = [each for each in run.releases if each.state not in (None, "released")]
+    for release in held[-MOST_ROWS:]:
+        text += f"\n- {release.id} is {release.state}: {release.raw.get('reason') or 'no reason is given'}"
+    return text.rstrip() + "\n"
+
+
+def _names(tested: Sequence[tuple[object, Mapping[str, Reading]]]) -> list[str]:
+    """Names of figures, those with intervals first."""
+    found = {name: reading.low is None for _, figures in tested for name, reading in figures.items()}
+    return sorted(found, key=lambda name: (name != "accuracy", found[name], name))
+
+
+def _cell(reading: Reading | None) -> str:
+    return "" if reading is None else str(reading)
+
+
+def _steps(run: Run, missing: list[str]) -> str:
+    made = steps(run.releases)
+    if not made:
+        missing.append("figures of steps: no release was made by a step")
+        return ""
+    shown = [each for each in (REWARD, *STEP_FIGURES) if series(run.releases, each.name)]
+    gone = [each.title for each in STEP_FIGURES if each not in shown]
+    if gone:
+        missing.append("no step has: " + "; ".join(gone))
+    parts = components(run.releases)
+    if not parts:
+        missing.append("the reward by component: no report has `rewards`")
+    head = ("release", *(each.short for each in shown), *parts)
+    rows = [(release.id, *_step_cells(of_step(release), shown, parts)) for _, release in made]
+    return "## Steps\n\n" + _table(head, rows)
+
+
+def _step_cells(found: Mapping[str, Reading], shown: Sequence[Shown], parts: Sequence[str]) -> list[str]:
+    cells = []
+    for each in shown:
+        cell, spread = _cell(of_method(found, each.name)), found.get("reward_std")
+        cells.append(f"{cell} ± {number(spread.value)}" if each is REWARD and cell and spread else cell)
+    return cells + [_cell(found.get(f"reward/{part}")) for part in parts]
+
+
+# ---- length, answers
+
+
+def _length(run: Run, missing: list[str]) -> str:
+    lengths = dict(series(run.releases, "response_length_mean"))
+    pairs = [(lengths[place], paid) for place, paid in series(run.releases, REWARD.name) if place in lengths]
+    lines = []
+    if pairs:
+        lines.append(f"- by step, mean length in tokens and mean reward: {_correlation(correlation(pairs))}")
+    if run.rollouts is not None:
+        lines.append(f"- by rollout, characters and score: {_correlation(answers(run.rollouts).length_reward)}")
+    else:
+        missing.append("length and reward of single rollouts, and unique answers: no records were given (`--records`)")
+    return "## Length and reward\n\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _correlation(found: Correlation) -> str:
+    if found.pearson is None:
+        why = "fewer than three pairs" if found.n < 3 else "one of the two is constant"
+        return f"none ({why}, n = {found.n})"
+    rank = "" if found.spearman is None else f", of ranks {found.spearman:+.2f}"
+    return f"Pearson {found.pearson:+.2f}{rank} (n = {found.n})"
+
+
+def _answers(run: Run, missing: list[str]) -> str:
+    if run.rollouts is None:
+        return ""
+    groups = by_release(run.rollouts)
+    order = [release.id for _, release in numbered(run.releases) if release.id in groups]
+    order += [name for name in groups if name not in order]
+    whole = answers(run.rollouts)
+    if whole.unique_rate is None:
+        missing.append("unique answers: no prompt of the records was answered several times at once")
+    rows = []
+    for name in order:
+        found = answers(groups[name])
+        paid = [each.score for each in groups[name] if each.score is not None]
+        unique = "" if found.unique_rate is None else f"{found.unique_rate:.3f}"
+        pearson = found.length_reward.pearson
+        rows.append(
+            (
+                name,
+                str(found.rollouts),
+                number(fmean(paid)) if paid else "",
+                unique,
+                "" if pearson is None else f"{pearson:+.2f}",
+            )
+        )
+    return (
+        f"## Answers\n\n{whole.rollouts} rollouts in the records, {whole.failed} of them failed. Unique is the share "
+        "of different texts among the answers to one prompt.\n\n"
+        + _table(("answered by", "rollouts", "score", "unique", "length and score"), rows)
+    )
+
+
+# ---- time, queue
+
+
+def _time(run: Run, missing: list[str]) -> str:
+    phases = phase_seconds(run.releases)
+    if not phases:
+        missing.append("seconds by phase: no step has them")
+        return ""
+    totals = {phase: sum(value for _, value in values) for phase, values in phases.items()}
+    whole = sum(totals.values()) or 1.0
+    rows = [
+        (phase.replace("_", " "), f"{fmean(value for _, value in phases[phase]):.3f}", f"{totals[phase] / whole:.1%}")
+        for phase in totals
+    ]
+    return "## Time\n\n" + table(("phase", "seconds a step (mean)", "share"), rows)
+
+
+def _queue(run: Run, missing: list[str]) -> str:
+    if run.status is None:
+        missing.append("queue and phase: the service's status was not asked, or not told")
+        return ""
+    scenario, training = run.status.get("scenario") or {}, run.status.get("training") or {}
+    if scenario.get("name") != run.scenario:
+        return "## Now\n\nThis scenario does not train.\n"
+    text = (
+        f"## Now\n\nPhase {training.get('phase', 'not known')}; {scenario.get('pending')} reports wait, "
+        f"{scenario.get('reserved')} are in a step, a batch is {scenario.get('batch_size')}.\n"
+    )
+    for name in ("paused", "error", "batch_error"):
+        if training.get(name):
+            text += f"\n- {name.replace('_', ' ')}: {training[name]}\n"
+    return text
+
+
+def _table(head: Sequence[str], rows: Rows, keep: Callable[[tuple[str, ...]], bool] = lambda row: False) -> str:
+    """At most ``MOST_ROWS`` rows, evenly spaced from the first to the last, and the last ones to ``keep``.
+
+    Says how many are left out.
+    """
+    last = len(rows) - 1
+    spaced = (
+        {round(i * last / (MOST_ROWS - 1)) for i in range(MOST_ROWS)} if len(rows) > MOST_ROWS else range(len(rows))
+    )
+    kept = [i for i, row in enumerate(rows) if keep(row)][-MOST_ROWS // 2 :]
+    chosen = [row for i, row in enumerate(rows) if i in {*spaced, *kept}]
+    left_out = len(rows) - len(chosen)
+    note = f"\n{left_out} of {len(rows)} rows are left out, evenly.\n" if left_out else ""
+    return table(head, chosen) + note

@@ -1,0 +1,68 @@
+"""What a report is written about: a scenario of a service, or what was kept of one; and a driver's records."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reef_harness import wire
+from reef_harness.client import Client
+from reef_harness.drivers.records import Rollout, read_rollouts
+from reef_harness.errors import Forbidden, HarnessError
+from reef_harness.types import Json, Release
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that is known of a run.
+
+    ``releases`` are oldest first. ``status`` is the service's, None where it was not asked or did not tell.
+    ``rollouts`` are those of the records, None where none were given.
+    """
+
+    scenario: str
+    releases: tuple[Release, ...]
+    status: Json | None = None
+    rollouts: tuple[Rollout, ...] | None = None
+
+    def json(self) -> Json:
+        """What :func:`from_file` reads: all but the rollouts, which are kept where they are."""
+        return {
+            "scenario": self.scenario,
+            "releases": [release.raw for release in reversed(self.releases)],
+            "status": self.status,
+        }
+
+
+async def from_service(client: Client) -> Run:
+    """The whole chain and the status of the client's scenario. A key that may not see the status leaves it out."""
+    releases = await client.releases(limit=None)
+    try:
+        status: Json | None = await client.status()
+    except Forbidden:
+        status = None
+    return Run(str(client.scenario), tuple(reversed(releases)), status)
+
+
+def from_file(path: Path) -> Run:
+    """A run that an earlier report kept (run.json), or the answer of ``GET /reef/scenarios/S/releases``, as a file.
+
+    Raises HarnessError for a file that is neither.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        releases = [wire.release(entry) for entry in body["releases"]]
+        scenario, status = str(body["scenario"]), body.get("status")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HarnessError(
+            f"{path}: expected a run.json, or the JSON of GET /reef/scenarios/S/releases: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return Run(scenario, tuple(reversed(releases)), status)
+
+
+def with_rollouts(run: Run, paths: Sequence[Path], read: Callable[[Path], list[Rollout]] = read_rollouts) -> Run:
+    """The same run with the rollouts of a driver's records; those of answers that failed are among them."""
+    if not paths:
+        return run
+    return Run(run.scenario, run.releases, run.status, tuple(each for path in paths for each in read(path)))

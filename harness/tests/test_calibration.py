@@ -1,0 +1,89 @@
+"""Calibration by hand."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from reef_harness.cli import main
+from reef_harness.evaluation.calibration import calibration, mean_logprob_chance
+
+
+def test_brier_and_its_parts_are_those_worked_out_by_hand() -> None:
+    """Scores 0.25 (one of four right) and 0.75 (two of two): squares 3/16 + 1/16 * 2/6 weighted as below."""
+    scores = [0.25] * 4 + [0.75] * 2
+    right = [True, False, False, False, True, True]
+    found = calibration(scores, right)
+    assert found.brier == pytest.approx((9 / 16 + 3 / 16 + 2 / 16) / 6)  # 0.14583
+    assert found.reliability == pytest.approx((4 * 0 + 2 / 16) / 6)
+    assert found.uncertainty == pytest.approx(1 / 4)
+    assert found.resolution == pytest.approx((4 / 16 + 2 / 4) / 6)
+    assert found.within == pytest.approx(0, abs=1e-15)  # each bin holds one value
+    assert found.brier == pytest.approx(found.reliability - found.resolution + found.uncertainty)
+    assert found.calibration_error == pytest.approx(2 / 4 / 6)
+    assert [(each.count, each.mean_score, each.share_right) for each in found.bins] == [(4, 0.25, 0.25), (2, 0.75, 1)]
+
+
+def test_perfect_scores_have_no_brier_and_inverted_ones_have_all_of_it() -> None:
+    assert calibration([1, 0], [True, False]).brier == 0
+    inverted = calibration([1, 0], [False, True])
+    assert (inverted.brier, inverted.calibration_error) == (1, 1)
+    assert [each.high for each in inverted.bins] == [0.1, 1.0]  # a score of 1 is in the last bin
+
+
+def test_a_calibrated_score_has_nearly_no_calibration_error_and_the_parts_add_up() -> None:
+    rng = random.Random(0)
+    scores = [rng.random() for _ in range(20_000)]
+    found = calibration(scores, [rng.random() < score for score in scores])
+    assert found.brier == pytest.approx(1 / 6, abs=0.005)  # the mean of p (1 - p) over [0, 1]
+    assert found.calibration_error < 0.015
+    parts = found.reliability - found.resolution + found.uncertainty + found.within
+    assert found.brier == pytest.approx(parts, abs=1e-12)
+
+
+@pytest.mark.parametrize("score", [1.01, -0.01, math.nan, math.inf])
+def test_a_score_that_is_no_chance_is_refused(score: float) -> None:
+    with pytest.raises(ValueError, match=r"within \[0, 1\].*\(pair 2\)"):
+        calibration([0.5, score], [True, True])
+
+
+def test_nothing_to_calibrate_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs pairs"):
+        calibration([], [])
+    with pytest.raises(ValueError, match="at least one bin"):
+        calibration([0.5], [True], bins=0)
+
+
+def test_a_mean_log_probability_becomes_the_geometric_mean_of_the_chances() -> None:
+    assert mean_logprob_chance(math.log(0.5) + math.log(0.125), 2) == pytest.approx(0.25)
+    for total, tokens in ((-1.0, 0), (0.1, 3), (math.nan, 3)):
+        with pytest.raises(ValueError, match="expected tokens"):
+            mean_logprob_chance(total, tokens)
+
+
+def test_the_command_writes_a_table_and_a_diagram(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"score": s, "correct": c}) + "\n" for s, c in [(0.25, True), (0.75, True)]))
+    assert main(["calibrate", str(pairs)]) == 0
+    assert "2 answers. Brier score 0.3125" in capsys.readouterr().out
+    assert json.loads((tmp_path / "pairs-calibration.json").read_text())["brier"] == 0.3125
+    assert (tmp_path / "pairs-calibration.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('{"score": 1.5, "correct": true}\n', "within [0, 1]"),
+        ('{"score": 0.5}\n', "pairs.jsonl:1: expected {score, correct}"),
+        ('{"score": "0.5", "correct": true}\n', "pairs.jsonl:1"),
+        ('{"score": true, "correct": true}\n', "pairs.jsonl:1"),
+        ("\n", "no rows"),
+    ],
+)
+def test_the_command_refuses_what_is_no_pair(
+    tmp_path: Path, content: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text(content)
+    assert main(["calibrate", str(tmp_path / "pairs.jsonl")]) == 1
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""The choice grader, and the final grader's other two ways of comparing."""
+
+import time
+
+import pytest
+from reef_harness.graders import ChoiceGrader, FinalGrader
+
+
+def grade(text: str, gold: str = "B", options: str = "ABCDE") -> tuple[str, str]:
+    verdict = ChoiceGrader(options).grade(text, gold, "stop")
+    return verdict.outcome, verdict.reason_code
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["B", "(B)", "B.", " B\n", "Since 2+2=4, the answer is B.", "Answer: B", "answer is (B)", "**Answer:** B",
+     "Answer: **B**", "A is wrong.\n<final>B</final>", "\\boxed{B}", "\\boxed{\\text{B}}", "\\boxed{(B)}",
+     "Answer: B\n\\boxed{B}"],
+)  # fmt: skip
+def test_each_documented_form_is_read(text: str) -> None:
+    assert grade(text) == ("correct", "equal")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no_choice"),
+        ("I would say B", "no_choice"),
+        ("the answer is a mess", "no_choice"),
+        ("the answer is not B", "no_choice"),
+        ("The answer is Banana", "no_choice"),
+        ("b", "no_choice"),
+        ("Answer: A. No, answer: B", "several_choices"),
+        ("<final>A</final><final>B</final>", "several_choices"),
+        ("```\n<final>A</final>\n```\nAnswer: B", "several_choices"),
+        ("\\boxed{A} \\boxed{B}", "several_choices"),
+        ("\\boxed{A, B}", "not_a_choice"),
+        ("\\boxed{AB}", "not_a_choice"),
+        ("\\boxed{B} \\boxed{all}", "not_a_choice"),
+        ("\\boxed{\u0412}", "not_a_choice"),  # Cyrillic
+        ("\\boxed{\uff22}", "not_a_choice"),  # fullwidth
+        ("\\boxed{B\u200b}", "not_a_choice"),
+        ("\\boxed{F}", "not_a_choice"),
+        ("<final>2</final>", "not_a_choice"),
+    ],
+)
+def test_an_answer_that_names_none_or_several_is_malformed(text: str, reason: str) -> None:
+    assert grade(text) == ("incorrect", reason)
+
+
+def test_another_letter_is_wrong_but_well_formed() -> None:
+    verdict = ChoiceGrader().grade("C", "B", "stop")
+    assert (verdict.outcome, verdict.reason_code, verdict.format_valid) == ("incorrect", "wrong_choice", True)
+    assert ChoiceGrader().grade("B", "B", "length").reason_code == "unfinished"
+
+
+def test_there_may_be_other_letters() -> None:
+    assert grade("J", "J", "ABCDEFGHIJ") == ("correct", "equal")
+    for options in ("A", "ab", "AA", "ABĆ"):
+        with pytest.raises(ValueError, match="options"):
+            ChoiceGrader(options)
+    for gold in ("", "F", "b", "AB"):
+        with pytest.raises(ValueError, match="gold"):
+            grade("B", gold)
+
+
+@pytest.mark.parametrize(
+    "unit", ["<final>", "\\boxed{", "Answer:", "Answer: ", " ", "answer is ", "\\boxed{\\text{", "(", "answer\t"]
+)
+def test_a_megabyte_takes_no_longer_than_its_length(unit: str) -> None:
+    begun = time.perf_counter()
+    assert grade(unit * (1_000_000 // len(unit)))[0] == "incorrect"
+    assert grade("Answer:" + unit * (1_000_000 // len(unit)))[0] == "incorrect"
+    assert time.perf_counter() - begun < 3
+
+
+def test_choices_vote_by_their_letter() -> None:
+    assert ChoiceGrader().read("Answer: (C)") == "C"
+    assert ChoiceGrader().read("Answer: C. Answer: D") is None
+    assert ChoiceGrader().read("") is None
+
+
+def final(comparing: str, answer: str, gold: str) -> tuple[str, str]:
+    verdict = FinalGrader(comparing).grade(answer, gold, "stop")  # type: ignore[arg-type]
+    return verdict.outcome, verdict.reason_code
+
+
+def test_a_final_field_may_be_compared_as_text_or_as_latex() -> None:
+    assert final("text", "<final> Paris\n</final>", "Paris") == ("correct", "equal")
+    assert final("text", "<final>paris</final>", "Paris") == ("incorrect", "wrong_value")
+    assert final("latex", "<final>\\frac12</final>", "0.5") == ("correct", "same_value")
+    assert final("latex", "<final>10^{10^{10}}</final>", "0.5") == ("review", "too_large")
+    assert final("latex", "<final>1</final> <final>0.5</final>", "0.5") == ("incorrect", "several_finals")
+    assert final("latex", "```\n<final>0.5</final>\n```", "0.5") == ("incorrect", "text_after_final")
+    with pytest.raises(ValueError, match="gold"):
+        final("text", "<final></final>", " ")
+    with pytest.raises(ValueError, match="comparing"):
+        FinalGrader("eval")  # type: ignore[arg-type]
+    assert {FinalGrader().version, FinalGrader("text").version, FinalGrader("latex").version} == {
+        "1",
+        "1-text",
+        "1-latex",
+    }
+
+
+def test_final_fields_vote_by_what_they_hold() -> None:
+    assert FinalGrader().read("so <final>12</final>\n") == "12"
+    assert FinalGrader().read("<final>012</final>") is None
+    assert FinalGrader("latex").read("<final>\\frac12</final>") == "1/2"
+    assert FinalGrader("text").read("<final> Paris </final>") == "Paris"

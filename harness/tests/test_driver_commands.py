@@ -1,0 +1,196 @@
+"""``reef-harness stream`` and ``reef-harness groups``."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reef_harness.cli import main
+from reef_harness.drivers import read_rollouts
+
+
+@pytest.fixture
+def items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("REEF_URL", "REEF_SCENARIO", "REEF_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)  # where no service keeps its key
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(json.dumps({"id": f"i{n}", "prompt": f"prompt {n}", "gold": "2"}) + "\n" for n in range(6)))
+    return path
+
+
+def command(name: str, service: Any, items: Path, *more: str) -> int:
+    return main([name, "--url", service.url, "--items", str(items), "--grader", "final", *more])
+
+
+def asked(service: Any) -> list[Any]:
+    return service.paths("/v1/chat")
+
+
+def test_a_stream_goes_through_the_items_once_and_says_what_came_of_it(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.batch_size = 4
+    more = ("--temperature", "0.7", "--max-tokens", "9", "--tags", "team=red", "run=7")
+    assert command("stream", service, items, *more) == 0
+    assert sorted(body["messages"][0]["content"] for body in asked(service)) == [f"prompt {n}" for n in range(6)]
+    assert {(body["n"], body["temperature"], body["max_tokens"]) for body in asked(service)} == {(1, 0.7, 9)}
+    headers = [headers for _, path, headers, _ in service.requests if path.startswith("/v1/")]
+    assert {(h["x-reef-tag-team"], h["x-reef-tag-run"], h["x-reef-scenario"]) for h in headers} == {
+        ("red", "7", "sums")
+    }
+    said = capsys.readouterr().err
+    assert "6 rollouts reported, 0 failed, 1 releases trained; 2 wait for the service to use them" in said
+
+
+def test_groups_have_the_services_size_unless_another_is_given(service: Any, items: Path) -> None:
+    service.batch_size = 16
+    assert command("groups", service, items, "--releases", "2") == 0
+    assert {body["n"] for body in asked(service)} == {8}
+    service.requests.clear()
+    service.trains = False
+    assert command("groups", service, items, "--group-size", "3", "--epochs", "1") == 0
+    assert {body["n"] for body in asked(service)} == {3}
+    assert len(asked(service)) == 6
+
+
+def test_epochs_are_shuffled_anew_with_a_seed_and_the_same_in_each_life(
+    service: Any, items: Path, tmp_path: Path
+) -> None:
+    service.trains = False
+    orders = []
+    for records in ("a", "b"):
+        service.requests.clear()
+        more = ("--epochs", "3", "--seed", "5", "--in-flight", "1", "--records", str(tmp_path / records))
+        assert command("stream", service, items, *more) == 0
+        orders.append([body["messages"][0]["content"] for body in asked(service)])
+    assert orders[0] == orders[1]
+    epochs = [orders[0][start : start + 6] for start in (0, 6, 12)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_number_of_rollouts_ends_it_and_the_records_go_on(
+    service: Any, items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.trains = False
+    records = tmp_path / "r.jsonl"
+    assert command("stream", service, items, "--rollouts", "4", "--records", str(records)) == 0
+    assert "4 rollouts reported" in capsys.readouterr().err
+    assert command("stream", service, items, "--rollouts", "10", "--records", str(records)) == 0
+    assert "10 rollouts reported" in capsys.readouterr().err
+    assert len(service.reports) == len(read_rollouts(records)) == 10
+    assert command("groups", service, items, "--records", str(records)) == 1
+    assert "is of a run with driver 'stream', this one has 'groups'" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_used_are_named_and_the_others_go_on(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.trains = False
+    with items.open("a") as file:
+        file.write('{"prompt": "no id", "gold": "2"}\n{"id": "ungraded", "prompt": "x"}\nnonsense\n')
+    assert command("stream", service, items) == 0
+    said = capsys.readouterr().err
+    assert f"left out: {items}:7: a row without an id" in said
+    assert f"left out: {items}:9: bad JSON" in said
+    assert "6 rollouts reported, 1 failed" in said
+    assert len(service.reports) == 6
+
+
+def test_a_file_without_a_usable_item_is_an_error(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items.write_text("")
+    assert command("stream", service, items) == 1
+    assert "has no usable item" in capsys.readouterr().err
+    assert command("stream", service, items.with_name("none.jsonl")) == 1
+    assert "none.jsonl" in capsys.readouterr().err
+    assert service.requests == []
+
+
+def test_where_nothing_could_be_graded_the_status_says_so(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items.write_text('{"id": "a", "prompt": "x"}\n')
+    assert command("stream", service, items) == 1
+    assert "0 rollouts reported, 1 failed" in capsys.readouterr().err
+    assert service.reports == {}
+
+
+def test_a_service_that_is_down_is_one_clear_line(items: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert main(["stream", "--url", url, "--items", str(items), "--grader", "final"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("reef-harness stream: ")
+    assert url in line
+    assert "ConnectError" in line
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--scenario", "other"), "has no scenario 'other', only 'sums'"),
+        (("--grader", "nobody"), "no grader is named 'nobody'"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, str], message: str
+) -> None:
+    assert command("stream", service, items, *more) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert asked(service) == []
+
+
+def test_without_a_scenario_it_is_the_one_that_trains(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.trains = False
+    real = service.route
+
+    def several(method: str, parts: list[str], *rest: Any) -> Any:
+        if parts == ["reef", "scenarios"]:
+            return 200, {"scenarios": [{"name": "sums", "trains": True}, {"name": "chat", "trains": other}]}
+        return real(method, parts, *rest)
+
+    service.route, other = several, False
+    assert command("stream", service, items) == 0
+    assert {headers["x-reef-scenario"] for _, path, headers, _ in service.requests if "/v1/" in path} == {"sums"}
+    other = True
+    assert command("stream", service, items) == 1
+    assert "--scenario must say which one is meant: 'sums', 'chat'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [("--in-flight", "0"), ("--max-ahead", "-1"), ("--tags", "red"), ("--epochs", "x")])
+def test_options_that_make_no_sense_are_wrong_usage(service: Any, items: Path, wrong: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command("stream", service, items, *wrong)
+    assert caught.value.code == 2
+
+
+def test_interrupted_it_finishes_what_is_in_flight_and_says_how_to_go_on(
+    service: Any, items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.trains = False
+    records = tmp_path / "r.jsonl"
+    real = service.report
+    interrupt = threading.Event()
+
+    def report(body: Any) -> Any:
+        if len(service.reports) == 5 and not interrupt.is_set():
+            interrupt.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(body)
+
+    service.report = report
+    assert command("stream", service, items, "--epochs", "1000", "--records", str(records)) == 130
+    said = capsys.readouterr().err
+    assert f"stopped: what was in flight is reported; the same command goes on from {records}" in said
+    assert len(service.reports) == len(service.receipts) == len(read_rollouts(records))

@@ -1,0 +1,291 @@
+"""`reef-harness evaluate` against the stand-in service: what is asked, kept, and said when it goes wrong."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reef_harness.cli import main
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REEF_API_KEY", raising=False)
+
+
+def write_items(path: Path, count: int, start: int = 0) -> Path:
+    rows = [
+        {"id": f"i{n}", "prompt": str(n), "gold": str(n), "slices": {"size": "small" if n < start + 4 else "large"}}
+        for n in range(start, start + count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def evaluate(service: Any, out: Path, items: Path, *more: str, figures: bool = False) -> int:
+    where = ["--url", service.url, "--items", str(items), "--grader", "final", "--out", str(out)]
+    return main(["evaluate", *where, *([] if figures else ["--no-figures"]), *more])
+
+
+class Answers:
+    """The n-th answer to a prompt says what ``says`` gives for (prompt as a number, n)."""
+
+    def __init__(self, says: Any) -> None:
+        self.says = says
+        self.asked: Counter[str] = Counter()
+
+    def __call__(self, prompt: str, index: int) -> str:
+        number, self.asked[prompt] = self.asked[prompt], self.asked[prompt] + 1
+        return f"<final>{self.says(int(prompt), number)}</final>"
+
+
+def lines(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def chats(service: Any) -> list[tuple[Json, Json]]:
+    return [(headers, body) for _, path, headers, body in service.requests if path == "/v1/chat/completions"]
+
+
+def test_every_answer_is_kept_graded_and_counted_apart_by_set_and_temperature(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight items, 4 samples: small numbers always right, large ones in 1 of the 4; the greedy answer is right."""
+    service.answer = Answers(lambda n, number: n if n < 4 or number in (0, 4) else -7)
+    items, challenge = write_items(tmp_path / "a.jsonl", 8), write_items(tmp_path / "b.jsonl", 2, start=50)
+    out = tmp_path / "run"
+    more = ["--set", f"challenge={challenge}", "--samples", "4", "--greedy", "--logprobs", "--concurrency", "1"]
+    assert evaluate(service, out, items, *more) == 0
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["sets"]) == ["in-domain", "challenge"]
+    sampled, greedy = summary["sets"]["in-domain"]["series"]
+    assert sampled["outcomes"] == {"correct": 20, "incorrect": 12, "review": 0, "error": 0, "failed": 0}
+    assert sampled["accuracy"]["value"] == (4 * 1 + 4 * 0.25) / 8
+    assert sampled["pass_at_k"]["2"]["value"] == pytest.approx((4 * 1 + 4 * 0.5) / 8)
+    assert sampled["pass_at_k"]["4"]["value"] == 1.0
+    votes = sampled["majority"]
+    assert (votes["right"], votes["wrong"], votes["tie"], votes["none"]) == (4, 4, 0, 0)
+    assert [(each["value"], each["items"], each["accuracy"]["value"], each["small"]) for each in sampled["slices"]] == [
+        ("large", 4, 0.25, True),
+        ("small", 4, 1.0, True),
+    ]
+    assert (greedy["temperature"], greedy["samples"], greedy["accuracy"]["value"]) == (0.0, 1, 1.0)
+    assert summary["sets"]["challenge"]["series"][0]["accuracy"]["value"] == 0.25 * 1
+
+    responses = lines(out / "in-domain" / "responses.jsonl")
+    assert len(responses) == 40
+    assert {row["logprob_sum"] for row in responses} == {-0.75}
+    assert len({(row["item"], row["seed"]) for row in responses if row["temperature"] == 1}) == 32
+    assert len({row["seed"] for row in responses if row["temperature"] == 1}) == 32
+    asked = chats(service)
+    assert {headers["x-reef-purpose"] for headers, _ in asked} == {"eval"}
+    assert all(body["logprobs"] for _, body in asked)
+    assert Counter(body["temperature"] for _, body in asked) == {1.0: 40, 0.0: 10}
+    assert service.reports == {}
+    assert "| challenge | sampled at 1, 4 each |" in capsys.readouterr().out
+
+
+def test_figures_are_drawn_of_each_set_and_of_what_all_have_in_common(service: Any, tmp_path: Path) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 6), tmp_path / "run"
+    assert evaluate(service, out, items, "--samples", "2", figures=True) == 0
+    drawn = list(out.glob("*.png"))
+    assert {path.name for path in drawn} == {"pass-at-k.png", "accuracy.png", "length-in-domain.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_a_second_run_samples_only_what_lacks_and_more_samples_change_no_seed(service: Any, tmp_path: Path) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 5), tmp_path / "run"
+    assert evaluate(service, out, items, "--samples", "2") == 0
+    first = {(row["item"], row["sample"]): row["seed"] for row in lines(out / "in-domain" / "responses.jsonl")}
+    assert len(chats(service)) == 10
+    assert evaluate(service, out, items, "--samples", "2") == 0
+    assert len(chats(service)) == 10
+    assert evaluate(service, out, items, "--samples", "3", "--greedy") == 0
+    assert len(chats(service)) == 10 + 5 + 5
+    rows = lines(out / "in-domain" / "responses.jsonl")
+    assert first == {
+        (row["item"], row["sample"]): row["seed"] for row in rows if row["temperature"] == 1 and row["sample"] < 2
+    }
+    assert json.loads((out / "run.json").read_text())["settings"]["samples"] == 3
+
+
+def test_a_failed_request_is_a_line_and_no_zero_and_is_asked_for_again(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 4), tmp_path / "run"
+    service.faults.extend(["ok", 400, "drop"])  # the first is the request for the scenarios
+    assert evaluate(service, out, items, "--concurrency", "1") == 0
+    [series] = json.loads((out / "summary.json").read_text())["sets"]["in-domain"]["series"]
+    assert series["outcomes"] == {"correct": 2, "incorrect": 0, "review": 0, "error": 0, "failed": 2}
+    assert (series["accuracy"]["value"], series["coverage"]["value"], series["at_least"]["value"]) == (1.0, 0.5, 0.5)
+    said = capsys.readouterr().out
+    assert "of 4 answers 2 failed; none of these is in the accuracy. Were all of them wrong, it would be 0.500" in said
+    errors = [row["error"] for row in lines(out / "in-domain" / "responses.jsonl") if row["error"]]
+    assert ["BadRequest" in errors[0], "Unreachable" in errors[1]] == [True, True]
+
+    assert evaluate(service, out, items) == 0
+    [series] = json.loads((out / "summary.json").read_text())["sets"]["in-domain"]["series"]
+    assert series["outcomes"]["correct"] == 4
+
+
+def test_items_without_gold_are_errors_of_the_grader_and_bad_rows_are_left_out(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items = tmp_path / "a.jsonl"
+    items.write_text('{"id": "a", "prompt": "1"}\n{"prompt": "2"}\n{"id": "c", "prompt": "3", "gold": "3"}\n')
+    assert evaluate(service, tmp_path / "run", items) == 0
+    captured = capsys.readouterr()
+    assert f"left out: {items}:2: a row without an id" in captured.err
+    assert "1 could not be judged" in captured.out
+    verdicts = lines(tmp_path / "run" / "in-domain" / "verdicts-final@1.jsonl")
+    assert [(row["item"], row["outcome"], row["reason_code"]) for row in verdicts] == [
+        ("a", "error", "no_gold"),
+        ("c", "correct", "equal"),
+    ]
+    items.write_text('{"id": "a", "prompt": "1"}\n')
+    assert evaluate(service, tmp_path / "none", items) == 1
+    assert "none of the answers to in-domain could be judged; the first: error: no_gold" in capsys.readouterr().err
+
+
+def test_a_service_that_goes_away_leaves_what_was_sampled_and_one_line(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 6), tmp_path / "run"
+    service.faults.extend(["ok", "ok", "ok", 401])
+    assert evaluate(service, out, items, "--concurrency", "1") == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("reef-harness evaluate: told to answer 401 (HTTP 401); 2 answers are kept in")
+    assert len(lines(out / "in-domain" / "responses.jsonl")) == 2
+    assert evaluate(service, out, items) == 0
+    assert len(lines(out / "in-domain" / "responses.jsonl")) == 6
+
+
+def test_no_service_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    items = write_items(tmp_path / "a.jsonl", 1)
+    arguments = ["evaluate", "--url", "http://127.0.0.1:9", "--items", str(items), "--grader", "final"]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "ConnectError" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_line_that_a_crash_cut_off_is_sampled_again(service: Any, tmp_path: Path) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 3), tmp_path / "run"
+    assert evaluate(service, out, items) == 0
+    file = out / "in-domain" / "responses.jsonl"
+    file.write_text(file.read_text()[:-20])
+    assert evaluate(service, out, items) == 0
+    assert sorted(row["item"] for row in lines(file)) == ["i0", "i1", "i2"]
+
+
+def test_a_release_is_named_in_every_request_and_gets_the_result(service: Any, tmp_path: Path) -> None:
+    service.answer = Answers(lambda n, number: n if n != 1 else 2)
+    items, challenge = write_items(tmp_path / "a.jsonl", 4), write_items(tmp_path / "b.jsonl", 2, start=1)
+    more = ["--set", f"challenge={challenge}", "--release", "r0", "--store"]
+    assert evaluate(service, tmp_path / "run", items, *more) == 0
+    assert {headers["x-reef-release"] for headers, _ in chats(service)} == {"r0"}
+    [(release, stored)] = service.evaluations
+    assert release == "r0"
+    assert (stored["accuracy"], stored["set"], stored["other_sets"]) == (0.75, "in-domain", ["challenge"])
+    assert stored["metrics"]["accuracy"]["value"] == 0.75
+    assert stored["metrics"]["challenge_accuracy"]["value"] == 0.5
+    assert (stored["metrics"]["coverage"]["value"], stored["metrics"]["invalid_rate"]["value"]) == (1.0, 0.0)
+    assert stored["metrics"]["response_length"]["value"] == 7.0
+    assert (stored["correct"], stored["graded"], stored["errors"]) == (3, 4, 0)
+
+
+def test_an_unknown_release_and_one_that_another_answers_for_are_refused(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = write_items(tmp_path / "a.jsonl", 2)
+    assert evaluate(service, tmp_path / "run", items, "--release", "r9") == 1
+    assert "HTTP 404" in capsys.readouterr().err
+    service.release_names.append("r1")  # answers for r0, though an engine was lent for it
+    assert evaluate(service, tmp_path / "other", items, "--release", "r0") == 1
+    assert "asked for an answer of release r0, got one of r1" in capsys.readouterr().err
+    assert service.engines == []  # it was given back
+
+
+def test_answers_of_two_releases_are_said_and_never_stored(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = Answers(lambda n, number: n)
+
+    def answer(prompt: str, index: int) -> str:
+        if sum(answers.asked.values()) == 3:
+            service.release_names.append("r1")
+        return answers(prompt, index)
+
+    service.answer = answer
+    items, out = write_items(tmp_path / "a.jsonl", 5), tmp_path / "run"
+    assert evaluate(service, out, items, "--concurrency", "1", "--store") == 1
+    captured = capsys.readouterr()
+    assert "The answers are of 2 releases (r0: 3, r1: 2): the service took up new ones meanwhile" in captured.out
+    assert "they measure none of them" in captured.err
+    assert service.evaluations == []
+    assert json.loads((out / "run.json").read_text())["answered_by"] == {"r0": 3, "r1": 2}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max-tokens", "32"], "max_tokens 64, not 32"),
+        (["--seed", "1"], "seed 0, not 1"),
+        (["--temperature", "0.5"], "temperature 1.0, not 0.5"),
+        (["--release", "r0"], "release as served, not r0"),
+    ],
+)
+def test_a_directory_with_another_evaluation_is_refused(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    items, out = write_items(tmp_path / "a.jsonl", 1), tmp_path / "run"
+    assert evaluate(service, out, items) == 0
+    assert evaluate(service, out, items, *more) == 1
+    assert f"holds another evaluation ({message})" in capsys.readouterr().err
+
+
+def test_changed_items_and_a_directory_of_something_else_are_refused(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items, out = write_items(tmp_path / "a.jsonl", 1), tmp_path / "run"
+    assert evaluate(service, out, items) == 0
+    write_items(items, 2)
+    assert evaluate(service, out, items) == 1
+    assert "the items of in-domain were changed" in capsys.readouterr().err
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("dear diary")
+    assert evaluate(service, tmp_path / "notes", items) == 1
+    assert "no evaluation's directory and not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--samples", "0"], "must be at least 1"),
+        (["--temperature", "0", "--samples", "2"], "at temperature 0 all answers"),
+        (["--temperature", "nan"], "temperature must be a number"),
+        (["--concurrency", "0"], "concurrency must be at least 1"),
+        (["--set", "in-domain=a.jsonl"], "the set in-domain is given twice"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert evaluate(service, tmp_path / "run", write_items(tmp_path / "a.jsonl", 1), *more) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_sets_name_is_a_name(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate(service, tmp_path / "run", write_items(tmp_path / "a.jsonl", 1), "--set", "../up=a.jsonl")
+    assert "a set's name has letters" in capsys.readouterr().err

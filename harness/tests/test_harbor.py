@@ -1,0 +1,397 @@
+"""What of the Harbor room needs no Harbor: tasks, rollouts, the pick, verdicts, the reports of a job, the command."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reef_harness import Client, FinalGrader, Item, Retry
+from reef_harness.cli import main
+from reef_harness.harbor import run
+from reef_harness.harbor.reports import FILE, Reports, read
+from reef_harness.harbor.rollouts import Rollout, Rollouts, pick, references
+from reef_harness.harbor.task import BadTask, TaskSays, read_task
+from reef_harness.harbor.verdict import NotGraded, Verdict, verdict_of
+
+QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=0.1)
+JOB = "7b9e4f1a-0000-4000-8000-000000000001"
+
+
+# ---- a task's folder
+
+
+def task(folder: Path, metadata: str = "", gold_file: str | None = None) -> Path:
+    (folder / "tests").mkdir(parents=True, exist_ok=True)
+    (folder / "task.toml").write_text(f'[task]\nname = "reef/sum"\n[metadata]\n{metadata}\n')
+    if gold_file is not None:
+        (folder / "tests" / "gold.txt").write_text(gold_file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("metadata", "gold_file", "gold"),
+    [
+        ('gold = "6"', None, "6"),
+        ("gold = -3", None, "-3"),
+        ('gold = "6"', "7", "6"),  # task.toml says it first
+        ("", "\\frac{1}{2}\n", "\\frac{1}{2}"),
+        ("", None, None),
+    ],
+)
+def test_the_gold_answer_is_in_task_toml_or_in_a_file_of_the_tests(
+    tmp_path: Path, metadata: str, gold_file: str | None, gold: str | None
+) -> None:
+    assert read_task(task(tmp_path, f'{metadata}\ngrader = "final"', gold_file)) == TaskSays("reef/sum", gold, "final")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "gold_file", "said"),
+    [
+        ("gold = 0.5", None, "gold must be a text that is not empty, got 0.5"),
+        ('gold = " "', None, "gold must be a text that is not empty, got ' '"),
+        ("gold = true", None, "gold must be a text that is not empty, got True"),
+        ("", "\n", "gold.txt is empty"),
+        ("gold = ", None, "cannot read"),
+    ],
+)
+def test_a_gold_answer_that_cannot_be_one_is_refused(
+    tmp_path: Path, metadata: str, gold_file: str | None, said: str
+) -> None:
+    with pytest.raises(BadTask, match=said):
+        read_task(task(tmp_path, metadata, gold_file))
+
+
+# ---- rollouts
+
+
+def sample(service: Any, gold: str | None = "2", rollouts: int = 4, **options: Any) -> list[Rollout]:
+    async def whole() -> list[Rollout]:
+        async with Client(service.url, scenario="sums", retry=QUICK) as client:
+            item = Item.from_text("reef/sum", "1+1", gold)
+            asked = {"asking": {"token_ids": True}, "group": "g", "metadata": {"trial": "t"}, "pause_s": 0, **options}
+            return await Rollouts(client, item, FinalGrader(), **asked).run(rollouts, concurrency=1)
+
+    return asyncio.run(whole())
+
+
+def test_each_rollout_is_a_request_of_its_own_and_reported_against_its_receipt(service: Any) -> None:
+    rollouts = sample(service, rollouts=3)
+    bodies = [body for body, _ in service.reports.values()]
+    assert [body["references"] for body in bodies] == [[each.receipt] for each in rollouts]
+    assert [(body["score"], body["group"], body["metadata"]["rollout"]) for body in bodies] == [
+        (1.0, "g", 0),
+        (1.0, "g", 1),
+        (1.0, "g", 2),
+    ]
+    assert len(service.paths("/v1/chat/completions")) == 3
+
+
+def test_a_rollout_that_fails_is_said_and_the_others_go_on(service: Any) -> None:
+    service.faults.extend([400])  # the first request
+    rollouts = sample(service, rollouts=3)
+    assert rollouts[0].error == "BadRequest: told to answer 400 (HTTP 400)"
+    assert [each.scored for each in rollouts] == [False, True, True]
+
+
+def test_an_answer_that_an_engine_failed_is_asked_for_again(service: Any) -> None:
+    service.faults.extend([502, 502])
+    assert [each.error for each in sample(service, rollouts=1, retries=2)] == [None]
+    service.faults.extend([502, 502])
+    [failed] = sample(service, rollouts=1, retries=1)
+    assert failed.error == "EngineFailed: told to answer 502 (HTTP 502)"
+
+
+def test_without_gold_nothing_is_reported(service: Any) -> None:
+    rollouts = sample(service, gold=None)
+    assert service.reports == {}
+    assert [(each.verdict, each.error) for each in rollouts] == [(None, None)] * 4
+
+
+def test_a_gold_answer_that_the_grader_cannot_use_grades_nothing(service: Any) -> None:
+    rollouts = sample(service, gold="two")
+    assert service.reports == {}
+    assert all(each.error and each.error.startswith("not graded: bad_gold") for each in rollouts)
+
+
+def test_an_aborted_answer_is_neither_graded_nor_handed_in(service: Any) -> None:
+    service.finish_reason = "abort"
+    rollouts = sample(service)
+    assert service.reports == {}
+    assert rollouts[0].error == "not a whole answer: finish_reason 'abort'"
+    assert pick(rollouts, FinalGrader()) is None
+
+
+# ---- the pick
+
+
+def answers(*texts: str, cut: Sequence[int] = ()) -> list[Rollout]:
+    return [
+        Rollout(i, receipt=f"rcp_{i}", text=text, finish_reason="length" if i in cut else "stop")
+        for i, text in enumerate(texts)
+    ]
+
+
+def final(value: int) -> str:
+    return f"<final>{value}</final>"
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "picked"),
+    [
+        (answers(final(1), final(2), final(2)), 1),
+        (answers(final(2), final(1), final(1), final(2)), 0),  # a tie: the one that came first
+        (answers("?", final(3)), 1),  # what cannot be read does not vote
+        (answers(final(2), final(2), final(3), cut=[0, 1]), 2),  # nor what length cut
+        (answers("?", "!", cut=[0]), 1),
+        (answers("?", "!", cut=[0, 1]), 0),
+        ([Rollout(0, error="down")], None),
+    ],
+)
+def test_the_answer_that_most_agree_on_is_handed_in(rollouts: list[Rollout], picked: int | None) -> None:
+    found = pick(rollouts, FinalGrader())
+    assert (found.index if found else None) == picked
+
+
+def test_without_a_grader_the_first_answer_that_the_model_ended_is_handed_in() -> None:
+    found = pick(answers(final(1), final(2), final(2), cut=[0]), None)
+    assert found is not None
+    assert found.index == 1
+
+
+def test_a_verdict_refers_to_all_rollouts_only_where_they_have_grades_of_their_own(service: Any) -> None:
+    graded = sample(service, rollouts=3)
+    assert references(graded, graded[1]) == [each.receipt for each in graded]
+    ungraded = sample(service, gold=None, rollouts=3)
+    assert references(ungraded, ungraded[1]) == [ungraded[1].receipt]
+    assert references([Rollout(0, error="down")], None) == []
+
+
+# ---- verdicts
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """A trial's result.json, as far as it is read."""
+    whole = {
+        "trial_name": "sum__abc",
+        "task_name": "reef/sum",
+        "config": {"job_id": JOB},
+        "agent_result": {"metadata": {"reef": {"references": ["rcp_1", "rcp_2"]}}, "rollout_details": []},
+        "verifier_result": {"rewards": {"reward": 1.0}},
+        "reward_valid": True,
+        "exception_info": None,
+        "step_results": None,
+    }
+    return {**whole, **changes}
+
+
+def raised(kind: str, message: str = "it fell\nover") -> dict[str, str]:
+    return {"exception_type": kind, "exception_message": message}
+
+
+def test_a_trials_reward_is_a_report_on_its_receipts() -> None:
+    assert verdict_of(result()) == Verdict(
+        f"harbor-{JOB}-sum__abc", "sum__abc", "reef/sum", ("rcp_1", "rcp_2"), 1.0, {"reward": 1.0}
+    )
+
+
+def test_the_turns_of_terminus_2_are_found_in_its_rollout_details() -> None:
+    details = [
+        {"extra": {"reef_agent_record_id": ["rcp_1", None, "rcp_2"]}},
+        {"extra": {"reef_agent_record_id": ["rcp_2", "rcp_3"]}},
+        {},
+    ]
+    found = verdict_of(result(agent_result={"metadata": {"n_episodes": 3}, "rollout_details": details}))
+    assert isinstance(found, Verdict)
+    assert found.references == ("rcp_1", "rcp_2", "rcp_3")
+
+
+def test_a_retry_of_a_trial_has_the_same_report_and_another_job_another() -> None:
+    first = verdict_of(result(id="one"))
+    assert first == verdict_of(result(id="two"))
+    other = verdict_of(result(config={"job_id": "another"}))
+    assert isinstance(first, Verdict)
+    assert isinstance(other, Verdict)
+    assert first.id != other.id
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"exception_info": raised("RuntimeError")}, "the trial ended with RuntimeError: it fell"),
+        ({"exception_info": raised("CancelledError", "")}, "the trial ended with CancelledError"),
+        ({"step_results": [{"exception_info": raised("KeyError")}]}, "the trial ended with KeyError: it fell"),
+        ({"verifier_result": None, "reward_valid": False}, "the verifier gave no reward"),
+        ({"reward_valid": False}, "Harbor calls its reward invalid"),
+        ({"verifier_result": {"rewards": {"a": 1, "b": 0}}}, "no reward is named 'reward', only a, b"),
+        ({"verifier_result": {"rewards": {"reward": float("nan")}}}, "a reward is no finite number"),
+        ({"agent_result": None}, "its agent kept no receipts"),
+    ],
+)
+def test_a_trial_that_was_not_graded_is_no_report_and_says_why(changes: dict[str, Any], reason: str) -> None:
+    found = verdict_of(result(**changes))
+    assert isinstance(found, NotGraded)
+    assert found.reason.startswith(reason)
+
+
+def test_exceptions_that_are_named_count_as_the_policys_own_fault() -> None:
+    late = result(exception_info=raised("AgentTimeoutError"), verifier_result={"rewards": {"reward": 0.0}})
+    assert isinstance(verdict_of(late), NotGraded)
+    found = verdict_of(late, graded_exceptions={"AgentTimeoutError"})
+    assert isinstance(found, Verdict)
+    assert found.score == 0.0
+
+
+def test_a_single_reward_counts_whatever_its_name_and_of_several_the_one_that_is_asked_for() -> None:
+    alone = verdict_of(result(verifier_result={"rewards": {"accuracy": 0.5}}))
+    several = verdict_of(result(verifier_result={"rewards": {"a": 1, "b": 0.25}}), reward_key="b")
+    assert isinstance(alone, Verdict)
+    assert isinstance(several, Verdict)
+    assert (alone.score, several.score, several.rewards) == (0.5, 0.25, {"a": 1.0, "b": 0.25})
+
+
+# ---- a job's reports
+
+
+def job(folder: Path, *trials: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    for trial in trials:
+        (folder / trial["trial_name"]).mkdir()
+        (folder / trial["trial_name"] / "result.json").write_text(json.dumps(trial))
+    return folder
+
+
+def asked(service: Any) -> str:
+    """A receipt."""
+
+    async def whole() -> str:
+        async with Client(service.url, scenario="sums") as client:
+            return (await client.chat("1+1")).receipt
+
+    return asyncio.run(whole())
+
+
+def of(receipt: str) -> dict[str, Any]:
+    return {"metadata": {"reef": {"references": [receipt]}}}
+
+
+def test_what_a_job_owes_is_posted_once_and_what_cannot_be_stays_owed(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = result(trial_name="good", agent_result=of(asked(service)))
+    crashed = result(trial_name="crashed", exception_info=raised("RuntimeError"))
+    unknown = result(trial_name="unknown", agent_result=of("rcp_nobody_knows"))
+    folder = job(tmp_path / "job", good, crashed, unknown)
+
+    command = ["harbor", "report", str(folder), "--url", service.url]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert "crashed: nothing reported: the trial ended with RuntimeError: it fell" in said.out
+    assert f"good: reward 1 reported: pending (harbor-{JOB}-good)" in said.out
+    assert "unknown: reward 1 could NOT be reported: NotFound: " in said.out
+    assert f"1 could not be reported; they are in {folder / FILE}" in said.err
+    assert {line["trial"]: line["status"] for line in read(folder)} == {
+        "crashed": "not_graded",
+        "good": "reported",
+        "unknown": "failed",
+    }
+    assert main(command) == 1
+    assert "good" not in capsys.readouterr().out
+    assert list(service.reports) == [f"harbor-{JOB}-good"]
+
+
+def test_an_acknowledgement_that_was_lost_does_not_make_a_second_report(service: Any, tmp_path: Path) -> None:
+    trial = result(agent_result=of(asked(service)))
+    folder = job(tmp_path / "job", trial)
+
+    async def whole() -> list[str]:
+        async with Client(service.url, retry=Retry(total_s=0)) as client:
+            reports = Reports(folder, client)
+            service.faults.append("lose")
+            first = await reports.trial(trial)
+            return [first.status, *[line.status async for line in reports.missing()]]
+
+    assert asyncio.run(whole()) == ["failed", "reported"]
+    assert len(service.reports) == 1
+
+
+def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"trial": "a", "status": "reported"}\n{"trial": "b", "stat')
+    assert [line["trial"] for line in read(tmp_path)] == ["a"]
+
+
+def test_a_folder_that_is_no_jobs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["harbor", "report", str(tmp_path)]) == 1
+    assert "is no folder of a Harbor job: it has no config.json" in capsys.readouterr().err
+
+
+# ---- the command
+
+SERVICE = run.Service("http://127.0.0.1:8080", "sums", "reef_secret", Path("/keys/api-key"))
+
+
+def pairs(arguments: list[str], flag: str) -> dict[str, str]:
+    """What is set by a flag that is given NAME=VALUE, the last of each."""
+    given = [after for before, after in itertools.pairwise(arguments) if before == flag]
+    return dict(each.split("=", 1) for each in given)
+
+
+def test_our_agent_gets_the_service_and_the_key_is_in_no_argument(tmp_path: Path) -> None:
+    arguments = run.arguments_of(str(tmp_path), "reef", "bwrap", SERVICE, ["rollouts=3"], ["-n", "2"])
+    assert arguments[:6] == ["run", "--path", str(tmp_path), "--env", run.ENVIRONMENTS["bwrap"], "--agent"]
+    assert pairs(arguments, "--ak") == {
+        "url": "http://127.0.0.1:8080",
+        "scenario": "sums",
+        "key_file": "/keys/api-key",
+        "rollouts": "3",
+    }
+    assert pairs(arguments, "--pk") == {"url": "http://127.0.0.1:8080", "key_file": "/keys/api-key"}
+    assert arguments[-2:] == ["-n", "2"]
+    assert not any("reef_secret" in each for each in arguments)
+    assert run.variables_of(SERVICE, {"A": "1"}) == {
+        "A": "1",
+        "HARBOR_TELEMETRY": "off",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "REEF_API_KEY": "reef_secret",
+        "OPENAI_API_KEY": "reef_secret",
+        "ANTHROPIC_API_KEY": "reef_secret",
+    }
+
+
+def test_terminus_2_is_set_so_that_it_keeps_every_turn() -> None:
+    arguments = run.arguments_of("some-dataset@1.0", "terminus-2", "docker", SERVICE, [], [])
+    assert arguments[1:3] == ["--dataset", "some-dataset@1.0"]
+    assert arguments[arguments.index("--base-url") + 1] == "http://127.0.0.1:8080/v1"
+    assert pairs(arguments, "--ak") == {
+        "collect_rollout_details": "true",
+        "session_id_headers": '["x-session-id"]',
+        "llm_call_kwargs": '{"extra_headers": {"x-reef-scenario": "sums"}}',
+        "enable_summarize": "false",
+        "record_terminal_session": "false",
+    }
+
+
+@pytest.mark.parametrize(
+    ("agent", "model", "base_url"),
+    [
+        ("claude-code", "anthropic/reef", "http://127.0.0.1:8080/scenarios/sums"),
+        ("codex", "openai/reef", "http://127.0.0.1:8080/scenarios/sums/v1"),
+    ],
+)
+def test_other_agents_get_the_scenario_in_the_base_url(agent: str, model: str, base_url: str) -> None:
+    arguments = run.arguments_of("tasks@1", agent, "docker", SERVICE, [], [])
+    assert arguments[arguments.index("--model") + 1] == model
+    assert arguments[arguments.index("--base-url") + 1] == base_url
+
+
+def test_what_a_model_writes_is_not_run_in_a_folder_of_this_host() -> None:
+    with pytest.raises(run.HarnessError, match="hostdir is no sandbox, and terminus-2 runs what the model writes"):
+        run.arguments_of("tasks@1", "terminus-2", "hostdir", SERVICE, [], [])
+
+
+def test_a_python_that_is_too_old_is_said_with_what_to_do() -> None:
+    with pytest.raises(run.NoHarbor, match=r"needs Python 3\.12 or newer, this is 3\.11: .*make harbor does it"):
+        run.check_harbor((3, 11))

@@ -1,0 +1,99 @@
+"""Intervals and tests by known values, and by values worked out by hand."""
+
+import math
+
+import pytest
+from reef_harness.evaluation.differences import exact_p, mcnemar, paired_difference
+from reef_harness.evaluation.intervals import Figure, bootstrap, by_item, columns_by_item, quantile, wilson
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),  # Newcombe (1998), Statistics in Medicine 17, table I, method 3
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (8, 10, 0.4902, 0.9433),  # (0.8 + 0.19207 ± 1.95996 sqrt(0.016 + 0.0096036)) / 1.384146
+    ],
+)
+def test_wilson_gives_the_published_intervals(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_is_symmetric_and_stays_within_bounds() -> None:
+    assert wilson(20, 20) == pytest.approx((1 - 0.1611, 1.0), abs=5e-5)
+    low, high = wilson(3, 10)
+    assert wilson(7, 10) == pytest.approx((1 - high, 1 - low))
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 0), (-1, 5), (6, 5)])
+def test_wilson_refuses_impossible_counts(successes: int, trials: int) -> None:
+    with pytest.raises(ValueError, match="wilson"):
+        wilson(successes, trials)
+
+
+def test_quantiles_are_linear_between_neighbours() -> None:
+    assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0, 0.5, 0.9, 1)] == pytest.approx([1, 2.5, 3.7, 4])
+    with pytest.raises(ValueError, match="no values"):
+        quantile([], 0.5)
+
+
+def test_one_yes_or_no_an_item_gets_wilsons_interval_even_where_all_are_right() -> None:
+    assert by_item([1.0] * 8 + [0.0] * 2) == Figure(0.8, *wilson(8, 10), 10)
+    all_right = by_item([1.0] * 10)
+    assert all_right is not None and all_right.low == wilson(10, 10)[0] < 0.75
+    assert by_item([]) is None
+
+
+def test_shares_of_several_answers_are_bootstrapped_by_item_not_by_answer() -> None:
+    """Ten items answered all right or all wrong are ten trials, however often each was answered."""
+    halves = [0.0, 0.25, 0.5, 0.75, 1.0] * 20
+    figure = by_item(halves, seed=1)
+    assert figure is not None
+    standard_error = math.sqrt(0.125 / 100)  # the variance of these five values is 1/8
+    assert figure.value == 0.5
+    assert figure.low == pytest.approx(0.5 - 1.96 * standard_error, abs=0.01)
+    assert figure.high == pytest.approx(0.5 + 1.96 * standard_error, abs=0.01)
+
+
+def test_a_bootstrap_is_the_same_for_the_same_seed_and_draws_all_columns_from_the_same_items() -> None:
+    rows = [(x / 10, 1 - x / 10) for x in range(10)]
+    first, second = bootstrap(rows, seed=3)
+    assert bootstrap(rows, seed=3) == [first, second]
+    assert bootstrap(rows, seed=4) != [first, second]
+    assert (1 - second[1], 1 - second[0]) == pytest.approx(first)  # the columns sum to 1 in every resample
+    assert [figure.value for figure in columns_by_item(rows)] == pytest.approx([0.45, 0.55])
+    with pytest.raises(ValueError, match="at least one item"):
+        bootstrap([])
+
+
+def test_a_paired_difference_is_as_narrow_as_the_differences_are() -> None:
+    """Items differ a lot, the gain is the same for each: unpaired intervals overlap, the paired one has no width."""
+    before = [0.0, 0.1, 0.2, 0.5, 0.6, 0.7] * 5
+    after = [value + 0.125 for value in before]
+    found = paired_difference(before, after)
+    assert (found.value, found.low, found.high, found.items) == pytest.approx((0.125, 0.125, 0.125, 30))
+    one, other = by_item(before), by_item(after)
+    assert one is not None and other is not None and one.high > other.low
+    with pytest.raises(ValueError, match="same items on both sides, got 2 and 1"):
+        paired_difference([1, 0], [1])
+
+
+def test_mcnemar_is_the_exact_binomial_test_of_the_discordant_pairs() -> None:
+    """b = 1, c = 9: 2 (C(10,0) + C(10,1)) / 2^10 = 22 / 1024."""
+    first = [True] + [False] * 9 + [True] * 5 + [False] * 5
+    second = [False] + [True] * 9 + [True] * 5 + [False] * 5
+    found = mcnemar(first, second)
+    assert (found.only_first, found.only_second) == (1, 9)
+    assert found.p == 22 / 1024 == pytest.approx(0.0215, abs=5e-5)
+
+
+@pytest.mark.parametrize(("b", "c", "p"), [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 2 / 32), (5, 0, 2 / 32), (1, 2, 1.0)])
+def test_mcnemars_p_is_two_sided_and_at_most_one(b: int, c: int, p: float) -> None:
+    assert exact_p(b, c) == p
+
+
+def test_mcnemars_p_of_thousands_of_pairs_neither_overflows_nor_vanishes() -> None:
+    assert exact_p(2400, 2600) == pytest.approx(math.erfc(199 / math.sqrt(2 * 5000)), rel=0.01)  # normal, continuity
+    assert 0 < exact_p(0, 900) < 1e-200

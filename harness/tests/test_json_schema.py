@@ -1,0 +1,86 @@
+"""The json-schema grader: one JSON value, valid or not, and texts that would keep a validator busy."""
+
+import json
+import time
+
+import pytest
+from reef_harness.graders.json_schema import JsonSchemaGrader
+
+pytest.importorskip("jsonschema", reason="the extra json-schema is not installed")
+pytestmark = pytest.mark.slow  # a process for each answer
+
+SCHEMA = json.dumps(
+    {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+)
+
+
+def grade(answer: str, gold: str = SCHEMA, timeout_s: float = 20) -> tuple[str, str]:
+    verdict = JsonSchemaGrader(timeout_s=timeout_s).grade(answer, gold, "stop")
+    return verdict.outcome, verdict.reason_code
+
+
+@pytest.mark.parametrize("answer", ['{"a": 1}', ' {"a": 1}\n', '```json\n{"a": 1}\n```', '```\n{"a": 1}\n```\n'])
+def test_a_value_that_the_schema_accepts_is_correct(answer: str) -> None:
+    assert grade(answer) == ("correct", "valid")
+
+
+def test_a_value_that_it_does_not_accept_is_wrong_and_the_reason_is_said() -> None:
+    verdict = JsonSchemaGrader().grade('{"a": "1"}', SCHEMA, "stop")
+    assert (verdict.outcome, verdict.reason_code, verdict.format_valid) == ("incorrect", "invalid", True)
+    assert verdict.detail == "$.a: '1' is not of type 'integer'"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("", "not_json"),
+        ('{"a": 1} {"a": 1}', "not_json"),
+        ('Here: {"a": 1}', "not_json"),
+        ('{"a": 1}, as you wished', "not_json"),
+        ("{'a': 1}", "not_json"),
+        ('{"a": NaN}', "not_json"),
+        ('{"a": １}', "not_json"),
+        ('{"a": 2, "a": 1}', "doubled_key"),
+        ('{"a": 1e999}', "number_out_of_range"),
+        ('{"a": ' + "9" * 5_000 + "}", "number_out_of_range"),
+        ("[" * 100_000, "nested_too_deep"),
+        ('{"a":' * 100_000, "nested_too_deep"),
+        ('```json\n{"a": 1}\n```\n```json\n{"a": 1}\n```', "several_blocks"),
+    ],
+)
+def test_whatever_is_not_one_plain_value_is_malformed(answer: str, reason: str) -> None:
+    assert grade(answer) == ("incorrect", reason)
+
+
+def test_brackets_in_strings_do_not_nest() -> None:
+    assert grade(json.dumps("[" * 500 + '"\\' + "{" * 500), '{"type": "string"}') == ("correct", "valid")
+
+
+def test_what_keeps_the_validator_busy_is_reviewed() -> None:
+    begun = time.perf_counter()
+    assert grade(f'"{"a" * 60}!"', '{"pattern": "^(a+)+$"}', timeout_s=3) == ("review", "timed_out")
+    assert time.perf_counter() - begun < 8
+    assert grade('"' + "a" * 1_000_000 + '"') == ("review", "too_long")
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        "",
+        "{",
+        '{"type": "banana"}',
+        '{"a": 1, "a": 2}',
+        '{"$ref": "http://127.0.0.1:9/schema"}',
+        '{"$ref": "file:///etc/passwd"}',
+    ],
+)
+def test_a_gold_that_is_no_schema_of_its_own_is_an_error(gold: str) -> None:
+    with pytest.raises(ValueError, match="gold"):
+        grade('{"a": 1}', gold)
+
+
+def test_a_draft_may_be_named() -> None:
+    older = json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "integer"}]})
+    assert grade('["x"]', older) == ("incorrect", "invalid")
+    newer = json.dumps({"$ref": "https://json-schema.org/draft/2020-12/schema"})  # comes with the package
+    assert grade('{"type": "banana"}', newer) == ("incorrect", "invalid")

@@ -1,0 +1,1 @@
+"""Mathematics problems with short answers, as Harbor tasks and as a stream of single rollouts, trained by SAO."""
