@@ -11,7 +11,7 @@ HARBOR = .venv-harbor/.installed
 demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 	$(RUN) recipes.arithmetic.demo
 
-test: lint postgres sglang-cpu  ## set up, check style, types and floors, run every test
+test: lint postgres sandbox sglang-cpu  ## set up, check style, types and floors, run every test
 	$(RUN) pytest
 	$(MAKE) test-harbor
 
@@ -55,7 +55,7 @@ postgres:  ## the server that tests of a shared ledger start; where it cannot be
 
 harbor: $(HARBOR)  ## Harbor with the harness, in a venv of their own: it needs Python 3.12 or newer
 
-sandbox:  ## what runs Harbor's tasks without a container engine; where it cannot be installed these tests are skipped
+sandbox:  ## what keeps graded code, and Harbor's tasks, apart from this machine; else their tests are skipped
 	@{ command -v bwrap && command -v tmux; } > /dev/null 2>&1 \
 	|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq \
 	     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq bubblewrap tmux; } \

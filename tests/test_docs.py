@@ -58,8 +58,8 @@ def house(make_service: Callable[..., Any]) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_commands_of_the_readme_do_what_it_says(house: Any) -> None:
-    serve, ask, grade, traffic = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_commands_of_the_readme_do_what_it_says(house: Any, tmp_path: Path) -> None:
+    serve, ask, grade, traffic, _, measure = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert serve.strip() == ".venv/bin/reef serve -c serve.yaml"
 
     answer = run(ask, house)
@@ -75,12 +75,18 @@ def test_the_commands_of_the_readme_do_what_it_says(house: Any) -> None:
     assert [release["step"] for release in releases[:3]] == [2, 1, 0]
     assert house.chat().headers["x-reef-release-id"] == releases[0]["release_id"]
 
+    said = run(re.sub(r"work/(items|evaluation)", rf"'{tmp_path}'/\1", measure), house)
+    assert f"Evaluation of release {releases[0]['release_id']}" in said
+    assert (tmp_path / "evaluation" / "pass-at-k.png").exists()
+
 
 def run(commands: str, service: Any) -> str:
     """What a block of the README prints, with this service and this Python in place of its own."""
     commands = commands.replace(README_URL, service.url).replace(".venv/bin/python", f"'{sys.executable}'")
     commands = commands.replace("work/run/api-key", f"'{service.run_dir}/api-key'")
     commands = commands.replace(" --releases", f" --run-dir '{service.run_dir}' --releases")
+    commands = commands.replace(".venv/bin/reef-harness evaluate", f"'{sys.executable}' -m reef_harness evaluate")
+    commands = commands.replace(" --grader", f" --url {service.url} --key-file '{service.run_dir}/api-key' --grader")
     done = subprocess.run(["bash", "-ec", commands], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,11 @@ def test_an_unknown_grader_is_one_message(capsys: pytest.CaptureFixture[str], mo
     status, verdicts, err = run(capsys, monkeypatch, "", "--grader", "banana")
     assert (status, verdicts) == (1, [])
     assert err.startswith("reef-harness grade: no grader is named 'banana'")
+
+
+def test_every_grader_that_is_listed_is_there_and_every_one_there_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graders"]) == 0
+    listed = [re.split(r"[\[:]", line.split()[0])[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed.pop() == "module"
+    with pytest.raises(ValueError, match=f"known are {', '.join(listed)}, or your own"):
+        grader_of("nobody")

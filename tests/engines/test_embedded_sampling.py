@@ -49,6 +49,14 @@ def test_uniforms_fill_the_unit_interval_and_stay_below_one() -> None:
     assert np.histogram(numbers, 10, (0, 1))[0].min() > DRAWS / 10 * 0.9
 
 
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1])
+def test_every_seed_has_random_numbers_of_its_own_zero_too(seed) -> None:
+    """0 is the one number that the mixing leaves as it is: with seed 0 the first token was always token 0."""
+    first = uniforms(np.array([random_key(seed, 0)], np.uint64), np.zeros(1, np.int64))[0]
+    assert 1e-6 < first < 1 - 1e-6
+    assert first not in uniforms(np.array([random_key(5, 0)], np.uint64), np.arange(100))
+
+
 def test_a_row_s_token_does_not_depend_on_the_rows_around_it() -> None:
     mine = (SamplingParams(temperature=0.9), random_key(77, 0))
     others = [(SamplingParams(temperature=0), 1), (SamplingParams(top_k=2), 2), (SamplingParams(temperature=3), 3)]

@@ -1,4 +1,4 @@
-"""``reef-harness grade``: grade texts that are there already."""
+"""``reef-harness graders`` lists them; ``reef-harness grade`` grades texts that are there already."""
 
 import argparse
 import asyncio
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reef_harness.graders.base import Grader
-from reef_harness.graders.named import grader_of
+from reef_harness.graders.named import SPELLINGS, grader_of
 from reef_harness.types import Item
 
 _COLUMNS = frozenset({"text", "gold", "finish_reason", "question", "id"})
@@ -17,6 +17,7 @@ _COLUMNS = frozenset({"text", "gold", "finish_reason", "question", "id"})
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add them to ``reef-harness``. Each sets ``run``: parsed arguments in, the exit status out."""
+    commands.add_parser("graders", help="what --grader takes").set_defaults(run=_list)
     parser = commands.add_parser(
         "grade",
         help="grade texts that are there already",
@@ -26,8 +27,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument(
         "--grader",
         required=True,
-        help="final, boxed, number, choice, math-verify, json-schema, code, "
-        "judge:URL,model=M,rubric=FILE, or your own as module:Class",
+        help="see reef-harness graders",
     )
     parser.add_argument("--gold", help="the right answer: the input is one text")
     parser.add_argument("--finish-reason", default="stop", help="of texts that do not say their own (default: stop)")
@@ -40,6 +40,13 @@ class _Row:
     item: Item
     text: str
     finish_reason: str
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    width = max(map(len, SPELLINGS))
+    for spelling, reads in SPELLINGS.items():
+        print(f"{spelling:<{width}}  {reads}")
+    return 0
 
 
 def _grade(arguments: argparse.Namespace) -> int:

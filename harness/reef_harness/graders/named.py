@@ -120,3 +120,16 @@ _MAKERS: Mapping[str, Callable[[Options], Grader]] = {
     "code": _code,
     "judge": _judge,
 }
+
+SPELLINGS: Mapping[str, str] = {
+    "final": "the one <final> field that ends the text; gold: an integer (comparing=text|latex: what it says)",
+    "boxed": "the last \\boxed{}, equal as mathematics; gold: LaTeX",
+    "number[:where=boxed|last,tolerance=T]": "one number, exactly; gold: a number",
+    "choice[:options=ABCD]": "one letter; gold: a letter",
+    "math-verify": "the last \\boxed{} by the package of that name (extra math-verify)",
+    "json-schema": "one JSON value; gold: a JSON Schema (extra json-schema)",
+    "code[:wall_s=10,isolation=process]": "one block of Python, run apart from this machine; gold: tests as JSON",
+    "judge:URL,model=NAME,rubric=FILE": "everything, by an OpenAI-compatible model; gold: text",
+    "module:Class": "your own",
+}
+"""How each is written on the command line, and what it reads. docs/graders.md has the rest."""

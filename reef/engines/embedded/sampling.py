@@ -28,8 +28,8 @@ _MASK = 2**64 - 1
 
 
 def random_key(seed: int, choice: int) -> int:
-    """The 64-bit key of one sequence's random numbers."""
-    return int(_mix(np.array([((seed & _MASK) * _GOLDEN + choice) & _MASK], dtype=np.uint64))[0])
+    """The 64-bit key of one sequence's random numbers, never 0: `_mix` leaves 0 as it is, and so would be the first."""
+    return int(_mix(np.array([((seed & _MASK) * _GOLDEN + choice) & _MASK], dtype=np.uint64))[0]) or _GOLDEN
 
 
 def uniforms(keys_B: UInt64s, indices_B: Int64s) -> npt.NDArray[np.float64]:
