@@ -252,7 +252,7 @@ class Chain:
 
     async def _prune(self, scenario: str) -> None:
         saving = self._recovery.saving
-        also = {self._engines.served} if self._engines.served is not None else set()  # which it may restart with
+        also = {held for held in (self._engines.served, self._engines.lent) if held is not None}  # to restart with
         if saving is not None:
             also.add(saving.release.id)
         await self._progress.until_stored(self._storage.prune, scenario, also)

@@ -138,8 +138,9 @@ def an_earlier_release_is_evaluated_in_an_engine_of_its_own(service: Any, first:
     route = f"/reef/scenarios/s/releases/{first}/engine"
     refused = ask(first)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "release_not_served")
-    for _ in range(2):  # two evaluations at once
-        assert service.post(route, {}).json() == {"release_id": first, "role": "evaluation"}
+    for loan in ("a", "b"):  # two evaluations at once
+        lent = {"release_id": first, "role": "evaluation", "loan": loan}
+        assert service.post(route, {"loan": loan}).json() == lent
     assert [engine["role"] for engine in service.status()["engines"]] == ["serving", "evaluation"]
     assert f"evaluationready, serves {first}" in reef(service, "status")
     answer = ask(first)
@@ -149,10 +150,11 @@ def an_earlier_release_is_evaluated_in_an_engine_of_its_own(service: Any, first:
     assert (served(service), ask(head).headers["x-reef-release-id"]) == (head, head)
     taken = service.post(route.replace(first, head), {})
     assert (taken.status_code, taken.json()["error"]["code"]) == (409, "engine_taken")
-    for _ in range(2):
+    for loan, lent in (("a", True), ("a", False), ("b", True)):
         assert ask(first).status_code == 200
-        assert service.client.delete(service.url + route).json() == {"release_id": first, "given_back": True}
-    assert service.client.delete(service.url + route).json() == {"release_id": first, "given_back": False}
+        gone = service.client.delete(f"{service.url}{route}?loan={loan}")
+        assert gone.json() == {"release_id": first, "given_back": lent}
+    assert service.client.delete(service.url + route).status_code == 400
     assert ask(first).status_code == 409
     assert [engine["role"] for engine in service.status()["engines"]] == ["serving"]
 

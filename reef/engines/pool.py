@@ -205,8 +205,13 @@ class Engines:
         """No more requests to the candidate. Its engine stays, for the next one."""
         self._share, self._trial = 0.0, False
 
-    async def lend(self, published: Published) -> None:
-        """Have an engine of its own answer requests that name a release, until it is given back.
+    @property
+    def lent(self) -> str | None:
+        """The release that an engine is lent for: its files are needed."""
+        return self._lent.release
+
+    async def lend(self, published: Published, loan: str) -> None:
+        """Have an engine of its own answer requests that name a release, until the loan is given back.
 
         Raises:
             ConflictError: with `inference.url` Reef starts none, or it is lent for another release.
@@ -217,11 +222,11 @@ class Engines:
                 f"{published.release_id} needs an engine of its own, and with inference.url Reef starts none",
                 code="no_engine",
             )
-        await self._lent.lend(published)
+        await self._lent.lend(published, loan)
 
-    async def give_back(self, release_id: str) -> bool:
-        """A borrower of `lend` is done; False where the release is not lent."""
-        return await self._lent.give_back(release_id)
+    async def give_back(self, release_id: str, loan: str) -> bool:
+        """A borrower of `lend` is done; False where there is no such loan."""
+        return await self._lent.give_back(release_id, loan)
 
     def describe(self) -> list[dict[str, Any]]:
         """For /reef/status: the replicas, then the candidate, then what is lent."""

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from reef.alarms import Mark
 from reef.errors import BadRequestError, ConflictError, LoadFailedError
 from reef.ledger import held_out, lease, releases, reports, scenarios
+from reef.ledger.identity import new_id
 from reef.ledger.scenarios import Scenario
 from reef.service.access import caller, require_scenario
 from reef.service.document import answers, any_object, query
@@ -20,6 +21,7 @@ from reef.service.house import House
 from reef.service.http import body_schema, house_of, json_response, read_body
 from reef.service.wire import (
     MAX_INT,
+    LoanBody,
     PromoteBody,
     ReportBody,
     RollbackBody,
@@ -199,34 +201,46 @@ async def add_evaluation(name: str, release_id: str, http: HttpRequest) -> Respo
     return json_response({"release_id": release_id, "stored": True, "alarms": shown}, 201)
 
 
-@router.post("/{name}/releases/{release_id}/engine", responses=answers(404, 409, 503))
+@router.post(
+    "/{name}/releases/{release_id}/engine",
+    openapi_extra=body_schema(LoanBody),
+    responses=answers(400, 404, 409, 413, 502, 503),
+)
 async def lend_engine(name: str, release_id: str, http: HttpRequest) -> Response:
     """Have a release answered for an evaluation, whatever is served: in an engine of its own, once this returns.
 
-    Requests that name it (`x-reef-release`) go there until it is given back, or nobody
-    asks for `evaluation.engine-idle-s`. `role` says who answers: `evaluation`, or `serving` where the release is served
-    and no other can be, or no other engine can be started.
+    Requests that name it (`x-reef-release`) go there until the last `loan` is given back, or nobody asks for
+    `evaluation.engine-idle-s`. `role` says who answers: `evaluation`, or `serving` where the release is served and no
+    other can be, or no other engine can be started: then nothing is lent.
     """
     house = house_of(http)
+    loan = parse(LoanBody, await read_body(http)).loan or new_id("loan_")
     storage = house.require_ready()
     release = await house.ledger.read(releases.get, name, release_id)
     stays = not house.trains and not house.ledger.shared
     if release.id == house.engines.served and (stays or house.config.inference.url is not None):
-        return json_response({"release_id": release.id, "role": "serving"})
+        return json_response({"release_id": release.id, "role": "serving", "loan": loan})
     try:
         published = await asyncio.to_thread(storage.published, release)
     except LoadFailedError as error:
         raise ConflictError(f"{release_id} cannot be loaded: {error.message}", code="no_weights") from error
-    await house.engines.lend(published)
-    return json_response({"release_id": release.id, "role": "evaluation"})
+    await house.engines.lend(published, loan)
+    return json_response({"release_id": release.id, "role": "evaluation", "loan": loan})
 
 
-@router.delete("/{name}/releases/{release_id}/engine", responses=answers(404, 503))
+@router.delete(
+    "/{name}/releases/{release_id}/engine",
+    openapi_extra={"parameters": [query("loan", "That is given back", type="string")]},
+    responses=answers(400, 404, 503),
+)
 async def give_engine_back(name: str, release_id: str, http: HttpRequest) -> Response:
-    """An evaluation is done: the engine ends with the last of those that asked for it."""
+    """An evaluation is done: the engine ends with the last loan, also while it starts. False: there is no such loan."""
     house = house_of(http)
+    loan = http.query_params.get("loan")
+    if not loan:
+        raise BadRequestError("loan: expected the name of the loan that is given back", param="loan")
     release = await house.ledger.read(releases.get, name, release_id)
-    return json_response({"release_id": release.id, "given_back": await house.engines.give_back(release.id)})
+    return json_response({"release_id": release.id, "given_back": await house.engines.give_back(release.id, loan)})
 
 
 async def _dispatcher(house: House, name: str) -> "Dispatcher":

@@ -120,6 +120,12 @@ class PromoteBody(Body):
     force: bool = False
 
 
+class LoanBody(Body):
+    """POST /reef/scenarios/{s}/releases/{r}/engine: the name of the loan; None: one is made."""
+
+    loan: Name | None = None
+
+
 def parse(model: type[B], raw: bytes) -> B:
     """Check a body. Raises BadRequestError naming the first field that is wrong."""
     broken: BadRequestError | None = None

@@ -749,24 +749,26 @@ def test_a_candidate_that_is_taken_away_ends_what_it_has_begun(with_fakes, publi
 
 def test_a_release_that_is_lent_is_answered_whatever_is_served_and_by_nobody_else(with_fakes, published, ask) -> None:
     async def work(engines, hosts):
-        await engines.lend(published("e1", probe=PROBE))
+        await engines.lend(published("e1", probe=PROBE), "a")
         assert (engines.served, engines.describe()[-1]["role"]) == ("r0", "evaluation")
         await engines.load(published("e2"))
         for session in (None, "s"):
             assert (await ask(engines, session, "e1")).spans[0].release_id == "e1"
             assert (await ask(engines, session)).spans[0].release_id == "e2"
         with pytest.raises(ConflictError, match="answers for e1 now") as refused:
-            await engines.lend(published("e2"))
+            await engines.lend(published("e2"), "b")
         assert refused.value.code == "engine_taken"
-        await engines.lend(published("e1"))  # a second borrower
-        assert len(hosts["engine-evaluation"].engines) == 1
-        assert [await engines.give_back("e1"), await engines.give_back("e2")] == [True, False]
+        await engines.lend(published("e1"), "b")  # a second borrower
+        assert (len(hosts["engine-evaluation"].engines), engines.lent) == (1, "e1")
+        gone = [await engines.give_back(*loan) for loan in (("e1", "a"), ("e1", "a"), ("e2", "b"), ("e1", "c"))]
+        assert gone == [True, False, False, False]  # nobody ends what another one borrowed
         assert (await ask(engines, release="e1")).spans[0].release_id == "e1"
-        assert await engines.give_back("e1")
+        assert await engines.give_back("e1", "b")
+        assert engines.lent is None
         assert len(engines.describe()) == 2
         with pytest.raises(ConflictError, match="e1 does not answer: e2 is served"):
             await ask(engines, release="e1")
-        await engines.lend(published("e2"))  # what is served, too: it stays when another one is served
+        await engines.lend(published("e2"), "b")  # what is served, too: it stays when another one is served
         await engines.load(published("e3"))
         assert (await ask(engines, release="e2")).spans[0].release_id == "e2"
 
@@ -777,12 +779,12 @@ def test_an_engine_that_does_not_start_is_not_lent_and_leaves_room_for_the_next(
     async def work(engines, hosts):
         hosts["engine-evaluation"].starts_fail = EngineError("no port")
         with pytest.raises(EngineError, match=r"no engine answers for e1: .*no port"):
-            await engines.lend(published("e1"))
+            await engines.lend(published("e1"), "a")
         hosts["engine-evaluation"].starts_fail = None
         with pytest.raises(EngineError, match=r"no engine answers for e1: .*differ"):
-            await engines.lend(published("e1", probe=WRONG))
+            await engines.lend(published("e1", probe=WRONG), "a")
         assert [engine["role"] for engine in engines.describe()] == ["serving", "serving"]
-        await engines.lend(published("e2"))
+        await engines.lend(published("e2"), "a")
         assert (await ask(engines, release="e2")).spans[0].release_id == "e2"
 
     with_fakes(work)
@@ -790,16 +792,49 @@ def test_an_engine_that_does_not_start_is_not_lent_and_leaves_room_for_the_next(
 
 def test_an_engine_that_nobody_asks_any_more_ends_by_itself(with_fakes, published, ask) -> None:
     async def work(engines, hosts):
-        await engines.lend(published("e1"))
+        await engines.lend(published("e1"), "a")
         until_s = time.monotonic() + 0.6
         while time.monotonic() < until_s:  # longer than it may be idle
             await ask(engines, release="e1")
             await asyncio.sleep(0.05)
         assert engines.describe()[-1]["role"] == "evaluation"
         await until(lambda: len(engines.describe()) == 2)
-        assert await engines.give_back("e1") is False
+        assert await engines.give_back("e1", "a") is False
 
     with_fakes(work, "--evaluation.engine-idle-s", "0.4")
+
+
+def test_an_engine_given_back_while_it_starts_is_not_lent_and_another_release_can_be(
+    with_fakes, published, ask
+) -> None:
+    async def work(engines, hosts):
+        hosts["engine-evaluation"].may_start.clear()
+        lending = asyncio.create_task(engines.lend(published("e1"), "a"))
+        await until(lambda: engines.lent == "e1")
+        await asyncio.sleep(0.05)
+        assert await engines.give_back("e1", "a")
+        with pytest.raises(ConflictError, match="given back while it started"):
+            await lending
+        hosts["engine-evaluation"].may_start.set()
+        await engines.lend(published("e2"), "b")
+        assert (await ask(engines, release="e2")).spans[0].release_id == "e2"
+
+    with_fakes(work)
+
+
+def test_a_stop_ends_a_start_under_way_and_lends_no_more(with_fakes, published) -> None:
+    async def work(engines, hosts):
+        hosts["engine-evaluation"].may_start.clear()
+        lending = [asyncio.create_task(engines.lend(published("e1"), loan)) for loan in ("a", "b")]
+        await until(lambda: engines.lent == "e1")
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(engines.stop(), 5)
+        assert [type(each) for each in await asyncio.gather(*lending, return_exceptions=True)] == [ConflictError] * 2
+        with pytest.raises(UnavailableError, match="lends no engine"):
+            await engines.lend(published("e1"), "c")
+        assert hosts["engine-evaluation"].pid is None
+
+    with_fakes(work)
 
 
 # --- an engine that somebody else runs --------------------------------------------------------------------------------
