@@ -5,6 +5,9 @@ INSTALLED = .venv/.installed
 SGLANG_CPU = .venv/.sglang-cpu
 TRL = .venv-trl/.installed
 HARBOR = .venv-harbor/.installed
+# A Python that Harbor runs on: the first of these that starts and is new enough.
+HARBOR_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 "$$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	"$$python" -c 'import sys; assert sys.version_info >= (3, 12); print(sys.executable)' 2> /dev/null && break; done)
 
 .PHONY: demo test test-fast test-harbor soak lint bench bench-gateway bench-ledger bench-trl install sglang-cpu postgres harbor sandbox clean
 
@@ -13,7 +16,8 @@ demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 
 test: lint postgres sandbox sglang-cpu  ## set up, check style, types and floors, run every test
 	$(RUN) pytest
-	$(MAKE) test-harbor
+	@test -z "$$CI$(HARBOR_PYTHON)" && echo "No Python >= 3.12 is here, so Harbor's tests are skipped: make test-harbor" \
+	|| $(MAKE) test-harbor
 
 test-fast: $(INSTALLED)  ## under two minutes: no Ray, and one shared record-only service
 	$(RUN) pytest -m "not slow and not gpu"
@@ -78,11 +82,9 @@ $(TRL): requirements-trl.txt harness/pyproject.toml
 	touch $(TRL)
 
 $(HARBOR): requirements-harbor.txt harness/pyproject.toml
-	@for python in $(HARBOR_PYTHON) python3.12 python3.13 python3.14 "$$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do \
-		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null \
-		&& echo "Harbor gets $$python" && exec "$$python" -m venv --clear .venv-harbor; \
-	done; \
-	echo "Harbor needs Python 3.12 or newer, and none was found: install one, or say HARBOR_PYTHON=/path/to/python" >&2; exit 1
+	@test -n "$(HARBOR_PYTHON)" \
+	|| { echo "Harbor needs Python 3.12 or newer, and none was found: say HARBOR_PYTHON=/path/to/python" >&2; exit 1; }
+	"$(HARBOR_PYTHON)" -m venv --clear .venv-harbor
 	.venv-harbor/bin/python -m pip install --quiet --requirement requirements-harbor.txt --editable './harness[harbor]'
 	touch $(HARBOR)
 
