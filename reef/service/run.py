@@ -156,6 +156,7 @@ class _Run:
             raise UnavailableError(
                 f"engine and trainer are not up after {config.reef.ready_timeout:g} s (reef.ready-timeout)"
             ) from None
+        self._handle_signals()
         if owns:
             try:
                 await self._lead(storage, head, engine.result())
@@ -235,6 +236,7 @@ class _Run:
         house.dispatcher = new_dispatcher(config, house.ledger, house.engines, trainer, storage, house.metrics)
         house.dispatcher.gate.url, house.dispatcher.gate.key = self._url, house.access.own_key
         await house.dispatcher.start()
+        self._handle_signals()
 
     async def _train(self, dispatcher: "Dispatcher") -> None:
         """Supervises the loop: if it ends by a fault of ours, serving goes on and status says so."""
@@ -398,11 +400,13 @@ class _Run:
             yield from self._house.dispatcher.worker_pids()
 
     def _handle_signals(self) -> None:
+        """Again whenever Ray has connected: it puts a handler of its own before ours, which prints a stack."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
+        signal.alarm(0)  # Ray's handler, where it came first, would have this process aborted after 3 s
         if self._stop.is_set():  # the second one: at once; engine and workers end with this process
             os._exit(130)
         self._announce("stopping after the work in hand; once more to stop at once")
