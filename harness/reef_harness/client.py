@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ TIMEOUT_S = 630.0  # longer than the service lets a request take: then it is the
 MAX_CONNECTIONS = 256
 _NOT_STARTED = (TooManyRequests, Unavailable)  # refused before any work: safe to ask again
 _RELEASES_A_PAGE = 1000  # the service gives no more at once
+_LOOKED_AT = 20  # links at first for the current one: as a rule it is the newest
+_POOL_S = 10.0  # a request that has a lane has its connection: longer than that is a fault, not a queue
+_GIVE_BACK_S = 30.0  # of giving an engine back after a failure: the service ends it by itself when it is idle
 _TRANSIENT = (*_NOT_STARTED, EngineFailed)  # safe to try again only where the request is idempotent
 
 
@@ -74,22 +78,21 @@ class Client:
         max_connections: int = MAX_CONNECTIONS,
         retry: Retry | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"expected a service's URL, http://HOST:PORT or https://HOST, got {url!r}")
-        self.url = url.rstrip("/")
+        self.url = wire.service_url(url)
         self.scenario = scenario
         self.max_connections = max_connections
         self.retry = retry or Retry()
         key = find_key(self.url, token, key_file)
-        self._timeout = httpx.Timeout(timeout_s, connect=10.0, pool=None)
+        self._timeout = httpx.Timeout(timeout_s, connect=10.0, pool=_POOL_S)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             trust_env=not is_here(self.url),
             timeout=self._timeout,
             transport=transport_for(self.url, max_connections),
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
         )
+        self._loans: dict[str, str] = {}  # of engines: the path of each
+        self._returns: set[asyncio.Task[None]] = set()  # of loans, under way
 
     async def __aenter__(self) -> Self:
         return self
@@ -100,8 +103,19 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection."""
-        await self._http.aclose()
+        """Give back the engines that are lent to us still, and close every connection."""
+        try:
+            for loan in list(self._loans):
+                self._begin_return(loan, _GIVE_BACK_S)
+            if self._returns:
+                await asyncio.wait(self._returns)
+        finally:
+            await self._http.aclose()
+
+    @property
+    def returns(self) -> frozenset["asyncio.Task[None]"]:
+        """Engines on their way back: who ends all tasks leaves these to :meth:`close`."""
+        return frozenset(self._returns)
 
     # ---- asking
 
@@ -185,8 +199,7 @@ class Client:
 
     async def scenarios(self) -> list[Json]:
         """All scenarios."""
-        listed: list[Json] = (await self._json("GET", "/reef/scenarios"))["scenarios"]
-        return listed
+        return wire.listed(await self._json("GET", "/reef/scenarios"), "scenarios")
 
     async def create_scenario(self, name: str) -> Json:
         """Create a scenario, or return the one there is."""
@@ -208,7 +221,7 @@ class Client:
         while limit is None or len(found) < limit:
             size = _RELEASES_A_PAGE if limit is None else min(_RELEASES_A_PAGE, limit - len(found))
             query = f"limit={size}" if before is None else f"limit={size}&before={before}"
-            listed = (await self._json("GET", f"{self._path(scenario)}/releases?{query}"))["releases"]
+            listed = wire.listed(await self._json("GET", f"{self._path(scenario)}/releases?{query}"), "releases")
             found += [wire.release(entry) for entry in listed]
             if len(listed) < size or (before := found[-1].number) is None:
                 break
@@ -224,11 +237,16 @@ class Client:
 
     async def current_release(self, scenario: str | None = None) -> Release:
         """The head of the chain: what the engine serves, or is about to load."""
-        chain = await self.releases(scenario, limit=20)
-        for release in chain:
-            if release.current:
-                return release
-        raise UnexpectedAnswer(f"none of the last {len(chain)} releases of {self._scenario(scenario)!r} is current")
+        size, before, looked = _LOOKED_AT, None, 0
+        while True:
+            page = await self.releases(scenario, limit=size, before=before)
+            for release in page:
+                if release.current:
+                    return release
+            looked += len(page)
+            if len(page) < size or (before := page[-1].number) is None:
+                raise UnexpectedAnswer(f"none of the {looked} releases of {self._scenario(scenario)!r} is current")
+            size = _RELEASES_A_PAGE  # held or rejected ones in such a number are rare
 
     async def wait_for_release(
         self, scenario: str | None = None, *, after: str | None = None, timeout_s: float = 300.0, poll_s: float = 0.25
@@ -262,23 +280,60 @@ class Client:
         another release has the engine, or this one's weights are gone.
         """
         path = f"{self._path(scenario)}/releases/{part(release)}/engine"
-        # Neither is idempotent: the service counts who asked.
-        role = str((await self._json("POST", path, timeout_s=timeout_s)).get("role"))
+        loan = uuid.uuid4().hex  # ours: so it can be given back though no answer came
+        self._loans[loan] = path
         try:
+            role = await self._lend(path, loan, timeout_s)
+            if role != "evaluation":
+                del self._loans[loan]  # nothing was lent
             yield role
         except BaseException as error:
-            if role == "evaluation":
-                await self._give_back(path, error)
+            await self._give_back(loan, error)
             raise
-        if role == "evaluation":
-            await self._json("DELETE", path)
+        await self._give_back(loan)
 
-    async def _give_back(self, path: str, reason: BaseException) -> None:
-        """End an engine after a failure, which matters more than one of this."""
+    async def _lend(self, path: str, loan: str, timeout_s: float) -> str:
         try:
-            await self._json("DELETE", path)
+            return str((await self._json("POST", path, body={"loan": loan}, timeout_s=timeout_s)).get("role"))
+        except (ServiceError, Unreachable) as error:
+            # A 502 or 504 may be a gateway's, and an answer may be lost: then the service may have lent it.
+            refused = isinstance(error, ServiceError) and not isinstance(error, EngineFailed)
+            if refused or isinstance(error.__cause__, httpx.ConnectError):
+                del self._loans[loan]
+            raise
+
+    async def _give_back(self, loan: str, reason: BaseException | None = None) -> None:
+        """End a loan, whoever cancels us meanwhile. After a failure that matters more than one of this."""
+        if (task := self._begin_return(loan, None if reason is None else _GIVE_BACK_S)) is None:
+            return
+        try:
+            await asyncio.shield(task)
         except HarnessError as error:
+            if reason is None:
+                raise
             reason.add_note(f"and the engine was not given back (it ends when idle): {error}")
+
+    def _begin_return(self, loan: str, limit_s: float | None) -> "asyncio.Task[None] | None":
+        """None where it was returned before, or never lent."""
+        path = self._loans.pop(loan, None)
+        if path is None:
+            return None
+        task = asyncio.create_task(self._return(path, loan, limit_s))
+        self._returns.add(task)
+        task.add_done_callback(self._returned)
+        return task
+
+    async def _return(self, path: str, loan: str, limit_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._json("DELETE", f"{path}?loan={loan}", idempotent=True)
+        except TimeoutError:
+            raise Unreachable(f"DELETE {path}: no answer within {limit_s} s") from None
+
+    def _returned(self, task: "asyncio.Task[None]") -> None:
+        self._returns.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to who waits for it, if anybody does
 
     # ---- the service itself
 
@@ -288,6 +343,8 @@ class Client:
 
     async def ready(self) -> tuple[bool, str]:
         """Whether the service is ready, and if not, what it says it waits for. Never raises for a service not up."""
+        if self._http.is_closed:
+            raise Closed(f"the client of {self.url} is closed")
         try:
             response = await self._http.get("/readyz")
         except httpx.HTTPError as error:
@@ -334,7 +391,7 @@ class Client:
         With ``stream`` the answer's body is still to be read, and the answer to be closed.
         """
         deadline = time.monotonic() + self.retry.total_s
-        timeout = self._timeout if timeout_s is None else httpx.Timeout(timeout_s, connect=10.0, pool=None)
+        timeout = self._timeout if timeout_s is None else httpx.Timeout(timeout_s, connect=10.0, pool=_POOL_S)
         attempt = 0
         while True:
             # Built here each time: one that was sent has no body left to send.
@@ -355,16 +412,24 @@ class Client:
         try:
             response = await self._http.send(request, stream=stream)
             if response.status_code >= 400:
-                await response.aread()
+                await _read(response)
         except httpx.HTTPError as error:
             raise Unreachable(f"{request.method} {request.url}: {type(error).__name__} {error}".rstrip()) from error
         if response.status_code >= 400:
-            await response.aclose()
             raise from_response(response)
         return response
 
 
+async def _read(response: httpx.Response) -> None:
+    """The body of an answer, which is closed then, also where the body breaks or whoever reads it is cancelled."""
+    try:
+        await response.aread()
+    except BaseException:
+        await response.aclose()
+        raise
+
+
 def _worth_a_retry(error: Unreachable | ServiceError, idempotent: bool) -> bool:
     if isinstance(error, Unreachable):
-        return idempotent or isinstance(error.__cause__, httpx.ConnectError)
+        return idempotent or isinstance(error.__cause__, (httpx.ConnectError, httpx.PoolTimeout))
     return isinstance(error, _TRANSIENT if idempotent else _NOT_STARTED)

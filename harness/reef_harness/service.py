@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reef_harness.client import MAX_CONNECTIONS, TIMEOUT_S, Client, Retry
-from reef_harness.errors import HarnessError
+from reef_harness.errors import HarnessError, UnexpectedAnswer
 from reef_harness.keys import KEY_FILE
 from reef_harness.types import Json
 
@@ -34,6 +34,8 @@ async def connect(
     url, key_file = arguments.url, arguments.key_file
     async with Client(url, key_file=key_file, retry=Retry(total_s=0)) as probe:
         there = await probe.scenarios()
+    if not all(isinstance(found, dict) and "name" in found for found in there):
+        raise UnexpectedAnswer(f"{url} lists scenarios without names: is it a Reef service?")
     scenario = arguments.scenario or _only(there)
     if scenario not in [found["name"] for found in there]:
         raise HarnessError(f"{url} has no scenario {scenario!r}, only {_names(there)}")
@@ -42,7 +44,7 @@ async def connect(
 
 def _only(there: Sequence[Json]) -> str:
     """The one scenario, or the one that trains."""
-    chosen = there if len(there) == 1 else [found for found in there if found["trains"]]
+    chosen = there if len(there) == 1 else [found for found in there if found.get("trains")]
     if len(chosen) != 1:
         raise HarnessError(f"--scenario must say which one is meant: {_names(there)}")
     return str(chosen[0]["name"])

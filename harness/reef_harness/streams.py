@@ -68,7 +68,7 @@ class Assembly:
         missing = [f"why choice {index} ended" for index, part in self._parts.items() if part.finish_reason is None]
         if not self._parts:
             missing.append("a choice")
-        if len(self._receipts) < len(self._parts):
+        if any(index >= len(self._receipts) for index in self._parts):
             missing.append("the receipts")
         if not self._done:
             missing.append("[DONE]")
@@ -86,6 +86,8 @@ class Assembly:
 
     def _grow(self, choice: Json) -> Iterator[Delta]:
         index, delta = choice["index"], choice["delta"]
+        if not isinstance(index, int) or index < 0:
+            raise TypeError(f"a choice's index is {index!r}")
         part = self._parts.setdefault(index, _Part())
         if ids := choice.get("token_ids"):
             part.token_ids = (part.token_ids or []) + ids

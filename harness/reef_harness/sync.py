@@ -3,11 +3,11 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from reef_harness.client import MAX_CONNECTIONS, TIMEOUT_S, Client, Retry
 from reef_harness.errors import Closed
@@ -45,7 +45,10 @@ class SyncClient:
             max_connections=max_connections,
             retry=retry,
         )
-        self._lock = threading.Lock()
+        self._closing = threading.Lock()  # held until it is closed
+        self._lock = threading.Lock()  # of the next two: nothing is begun once it is closed
+        self._closed = False
+        self._begun: set[Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"reef client of {url}", daemon=True)
         self._thread.start()
@@ -60,13 +63,20 @@ class SyncClient:
 
     def close(self) -> None:
         """Close every connection and end the thread; calls that wait in other threads raise Closed."""
-        with self._lock:
+        with self._closing:
             if self._loop.is_closed():
                 return
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            with self._lock:
+                self._closed = True
+            try:
+                # What was begun before is ahead of this in the loop: it is a task by then, which this ends.
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+                for future in tuple(self._begun):
+                    future.cancel()
 
     @property
     def url(self) -> str:
@@ -90,13 +100,13 @@ class SyncClient:
 
     def stream(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Iterator[Delta | Completion]:
         """:meth:`Client.stream`: leaving the loop early ends the work on the engine."""
-        events = self._client.stream(messages, **asking)
+        events = _Events(self._client.stream(messages, **asking))
         try:
-            while (event := self._wait(_next(events))) is not None:
+            while (event := self._wait(events.next())) is not None:
                 yield event
         finally:
-            if not self._loop.is_closed():
-                self._wait(events.aclose())
+            with suppress(Closed):  # then it is ended
+                self._wait(events.close())
 
     # ---- reporting
 
@@ -172,7 +182,8 @@ class SyncClient:
         try:
             yield role
         except BaseException as error:
-            self._wait(held.__aexit__(type(error), error, error.__traceback__))
+            with suppress(Closed):  # then it is given back
+                self._wait(held.__aexit__(type(error), error, error.__traceback__))
             raise
         self._wait(held.__aexit__(None, None, None))
 
@@ -193,11 +204,13 @@ class SyncClient:
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("a SyncClient cannot be called from its own event loop")
-        try:
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise Closed(f"the client of {self.url} is closed")
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed
-            work.close()
-            raise Closed(f"the client of {self.url} is closed") from None
+            self._begun.add(future)
+        future.add_done_callback(self._begun.discard)
         try:
             return future.result()
         except CancelledError:
@@ -208,7 +221,7 @@ class SyncClient:
 
     async def _end(self) -> None:
         """Close the client, and end what still waits for an answer."""
-        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        waiting = asyncio.all_tasks() - {asyncio.current_task()} - self._client.returns
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -216,6 +229,18 @@ class SyncClient:
         await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-async def _next(events: AsyncGenerator[T]) -> T | None:
-    """The next event; None at the end."""
-    return await anext(events, None)
+class _Events(Generic[T]):
+    """An asynchronous generator that is closed only once its step has ended, though nobody waits for that any more."""
+
+    def __init__(self, events: AsyncGenerator[T]) -> None:
+        self._events = events
+        self._step = asyncio.Lock()
+
+    async def next(self) -> T | None:
+        """The next event; None at the end."""
+        async with self._step:
+            return await anext(self._events, None)
+
+    async def close(self) -> None:
+        async with self._step:
+            await self._events.aclose()

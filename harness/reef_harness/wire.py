@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -130,6 +130,22 @@ def part(name: str) -> str:
     return quote(name, safe="")
 
 
+def service_url(url: str) -> str:
+    """A service's URL without the slash at its end. Raises ValueError where no request could be sent to it."""
+    expected = f"expected a service's URL, http://HOST:PORT or https://HOST, got {url!r}"
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(expected)
+    try:
+        parts = urlsplit(url)
+        if not parts.hostname or parts.port == 0:  # reading the port refuses what is none
+            raise ValueError("there is no host" if not parts.hostname else "port 0 is none")
+        parts.hostname.encode("idna")
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise ValueError(f"{expected}: {error}") from None
+    return url.rstrip("/")
+
+
 def _body(prompt: Json, asking: Asking, more: Json) -> Json:
     _check_names(asking, _ASKING)
     fields = {
@@ -171,6 +187,14 @@ def json_object(response: httpx.Response) -> Json:
     return body
 
 
+def listed(body: Json, name: str) -> list[Json]:
+    """The objects that an answer lists as ``name``. Raises UnexpectedAnswer where it lists none."""
+    found = body.get(name)
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise UnexpectedAnswer(f"expected a list of objects as {name!r}, got {found!r:.200}: is it a Reef service?")
+    return found
+
+
 def completion(response: httpx.Response) -> Completion:
     """A whole answer, of a chat or of a completion. Raises UnexpectedAnswer where it is not one of Reef's."""
     headers = response.headers
@@ -182,10 +206,13 @@ def completion(response: httpx.Response) -> Completion:
 def completion_of(body: Json, receipt: str | None, release: str | None, url: str) -> Completion:
     """The body of a whole answer as a noun. ``receipt`` and ``release`` are those that headers name.
 
-    Raises UnexpectedAnswer where a field is missing, and where a choice has no receipt: nothing could grade it.
+    Raises UnexpectedAnswer where a field is missing, where there is no choice, and where one has no receipt: nothing
+    could grade it.
     """
     usage = body.get("usage") or {}
     try:
+        if not body["choices"]:
+            raise UnexpectedAnswer(f"{url} answered without any choice: is it a Reef service?")
         return Completion(
             choices=tuple(_choice(choice, receipt, url) for choice in body["choices"]),
             release=release or "",

@@ -41,7 +41,9 @@ class FakeService:
         self.stream_fault: str | None = None
         self.tool_calls: list[Json] = []
         self.thinks: str | None = None
-        self.engines: list[str] = []  # lent, by release
+        self.loans: dict[str, str] = {}  # of engines: the release of each
+        self.mode = "auto"
+        self.paused: str | None = None  # why training is
         self.lock = threading.Lock()
         service = self
 
@@ -70,6 +72,11 @@ class FakeService:
 
         self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @property
+    def engines(self) -> list[str]:
+        """The releases that are lent."""
+        return list(self.loans.values())
 
     def paths(self, prefix: str) -> list[Json | None]:
         """The bodies of the requests whose path starts with ``prefix``, in order."""
@@ -175,7 +182,10 @@ class FakeService:
             case "POST", ["reef", "scenarios"]:
                 return 201, {"name": body["name"]}
             case "GET", ["reef", "scenarios", name]:
-                return 200, {"name": name, "pending": len(self.pending), "reserved": 0, "head": self.release_names[-1]}
+                shown = {"name": name, "mode": self.mode, "head": self.release_names[-1]}
+                return 200, {**shown, "pending": len(self.pending), "reserved": 0}
+            case "GET", ["reef", "status"]:
+                return 200, {"training": {"phase": "waiting", "paused": self.paused, "error": self.paused}}
             case "GET", ["reef", "scenarios", name, "contract"]:
                 return 200, {"scenario": name, "config": {"batch-size": self.batch_size, "group-size": 8}}
             case "GET", ["reef", "scenarios", name, "releases"]:
@@ -188,11 +198,13 @@ class FakeService:
             case "POST", ["reef", "scenarios", _, "releases", release, "engine"] if release in self.release_names:
                 if release == self.release_names[-1]:
                     return 200, {"release_id": release, "role": "serving"}
-                self.engines.append(release)
-                return 200, {"release_id": release, "role": "evaluation"}
-            case "DELETE", ["reef", "scenarios", _, "releases", release, "engine"] if release in self.engines:
-                self.engines.remove(release)
-                return 200, {"release_id": release, "given_back": True}
+                loan = (body or {}).get("loan", f"loan{len(self.loans)}")
+                self.loans[loan] = release
+                return 200, {"release_id": release, "role": "evaluation", "loan": loan}
+            case "DELETE", ["reef", "scenarios", _, "releases", release, "engine"]:
+                if "loan" not in query:
+                    return 400, error("loan: expected the loan's id")
+                return 200, {"release_id": release, "given_back": self.loans.pop(query["loan"], None) == release}
             case "POST", ["reef", "scenarios", _, "releases", release, "evaluations"]:
                 self.evaluations.append((release, body))
                 return 200, {"stored": True}
@@ -244,6 +256,8 @@ class FakeService:
         groups: dict[str | None, list[str]] = {}
         for id in self.pending:
             groups.setdefault(self.reports[id][0].get("group"), []).append(id)
+        if self.mode == "manual" or self.paused is not None:
+            return
         whole = [ids for group, ids in groups.items() if group is None or len(ids) == 8]
         if self.drop_tied:
             tied = [ids for ids in whole if len({self.reports[id][0]["score"] for id in ids}) == 1]

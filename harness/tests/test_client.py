@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -402,9 +404,17 @@ def test_an_engine_is_asked_for_and_given_back_however_the_block_ends(service: A
 
     role, lent, answer, served = with_client(service.url, call)
     assert (role, lent, served, service.engines) == ("evaluation", ["r0"], "serving", [])
-    asked = [(method, path) for method, path, _, _ in service.requests if path.endswith("/engine")]
+    asked = [(method, path, body) for method, path, _, body in service.requests if "/engine" in path]
     path = "/reef/scenarios/sums/releases/r0/engine"
-    assert asked == [("POST", path), ("DELETE", path)] * 2 + [("POST", path.replace("r0", "r1"))]
+    one, two, three = (body["loan"] for method, _, body in asked if method == "POST")
+    assert len({one, two, three}) == 3
+    assert asked == [
+        ("POST", path, {"loan": one}),
+        ("DELETE", f"{path}?loan={one}", None),
+        ("POST", path, {"loan": two}),
+        ("DELETE", f"{path}?loan={two}", None),
+        ("POST", path.replace("r0", "r1"), {"loan": three}),
+    ]
     assert answer.receipt == "c0"
     assert [headers.get("x-reef-release") for _, path, headers, _ in service.requests if "/v1/" in path] == ["r0"]
 
@@ -439,3 +449,236 @@ def test_scenarios_are_created_and_listed_and_evaluations_stored(service: Any) -
 
     assert with_client(service.url, call) == ({"name": "sums"}, [{"name": "sums"}])
     assert service.evaluations == [("r0", {"accuracy": 0.5})]
+
+
+async def lend_and_wait(client: Client, entered: asyncio.Event | None = None) -> None:
+    async with client.engine_for("r0"):
+        if entered is not None:
+            entered.set()
+        await asyncio.sleep(60)
+
+
+def hold_the_answer_to_a_loan(service: Any) -> tuple[threading.Event, threading.Event]:
+    """The service lends and does not answer: an event for that it has lent, and one that lets it answer."""
+    lent, go_on = threading.Event(), threading.Event()
+    real = service.handle
+
+    def handle(http: Any) -> None:
+        if http.command == "POST" and http.path.endswith("/engine"):
+            real_send = http.send_response
+
+            def late(status: int) -> None:
+                lent.set()
+                go_on.wait(5)
+                real_send(status)
+
+            http.send_response = late
+        real(http)
+
+    service.handle = handle
+    return lent, go_on
+
+
+def test_an_engine_is_given_back_though_who_asked_was_cancelled_while_it_started(service: Any) -> None:
+    service.release_names = ["r0", "r1"]
+    lent, go_on = hold_the_answer_to_a_loan(service)
+
+    async def call(client: Client) -> None:
+        task = asyncio.create_task(lend_and_wait(client))
+        await asyncio.to_thread(lent.wait, 5)
+        assert service.engines == ["r0"]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with_client(service.url, call)
+    go_on.set()
+    assert service.engines == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_engine_is_given_back_though_the_block_was_cancelled_once_or_again(service: Any, times: int) -> None:
+    service.release_names = ["r0", "r1"]
+
+    async def call(client: Client) -> None:
+        entered = asyncio.Event()
+        task = asyncio.create_task(lend_and_wait(client, entered))
+        await entered.wait()
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with_client(service.url, call)
+    assert service.engines == []
+
+
+@pytest.mark.parametrize("fault", ["lose", 502, 504])
+def test_an_engine_whose_loan_was_not_answered_is_given_back(service: Any, fault: str | int) -> None:
+    """A gateway may give up on a service that lends: only Reef's own refusal means that nothing was lent."""
+    service.release_names = ["r0", "r1"]
+
+    async def call(client: Client) -> None:
+        service.faults.append(fault)
+        with pytest.raises(e.Unreachable if fault == "lose" else e.EngineFailed):
+            await lend_and_wait(client)
+
+    with_client(service.url, call)
+    assert [method for method, path, _, _ in service.requests if "/engine" in path] == ["POST", "DELETE"]
+    assert service.engines == []
+
+
+def test_a_loan_that_was_refused_is_not_given_back(service: Any) -> None:
+    async def call(client: Client) -> None:
+        service.faults.append(409)
+        with pytest.raises(e.Conflict):
+            await lend_and_wait(client)
+
+    with_client(service.url, call)
+    assert [method for method, path, _, _ in service.requests if "/engine" in path] == ["POST"]
+
+
+def test_giving_an_engine_back_is_tried_again_where_the_answer_is_lost(service: Any) -> None:
+    service.release_names = ["r0", "r1"]
+
+    async def call(client: Client) -> None:
+        async with client.engine_for("r0"):
+            service.faults.extend(["drop", "lose"])
+
+    with_client(service.url, call)
+    assert [method for method, path, _, _ in service.requests if "/engine" in path] == ["POST", *["DELETE"] * 3]
+    assert service.engines == []
+
+
+def test_an_engine_that_is_lent_still_is_given_back_when_the_client_is_closed(service: Any) -> None:
+    service.release_names = ["r0", "r1"]
+
+    async def call(client: Client) -> None:
+        held = client.engine_for("r0")
+        await held.__aenter__()
+        assert service.engines == ["r0"]
+        await client.close()
+        assert service.engines == []
+        await held.__aexit__(None, None, None)
+
+    with_client(service.url, call)
+    assert [method for method, path, _, _ in service.requests if "/engine" in path] == ["POST", "DELETE"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:0",
+        "http://127.0.0.1:x",
+        "http://:8080",
+        "https://",
+        "http://[::1",
+        "http://a..b:80",
+        f"http://{'a' * 64}.example",
+    ],
+)
+def test_a_url_to_which_nothing_could_be_sent_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match="expected a service's URL, http://HOST:PORT") as caught:
+        Client(url)
+    assert repr(url) in str(caught.value)
+
+
+def test_an_answer_without_a_choice_is_none(service: Any) -> None:
+    service.chat = lambda body, prompt, headers, kind: {"choices": []}
+    with pytest.raises(e.UnexpectedAnswer, match="answered without any choice"):
+        with_client(service.url, lambda c: c.chat("hi"))
+
+
+@pytest.mark.parametrize("answer", [{}, {"scenarios": None, "releases": None}, {"scenarios": [1], "releases": ["x"]}])
+def test_lists_that_are_none_are_an_unexpected_answer(service: Any, answer: Any) -> None:
+    service.route = lambda *_: (200, answer)
+    for call in (Client.scenarios, Client.releases, Client.current_release):
+        with pytest.raises(e.UnexpectedAnswer, match="expected a list of objects"):
+            with_client(service.url, call)
+
+
+def test_the_current_release_is_found_behind_many_that_are_not(service: Any) -> None:
+    """Held and rejected links are newer than the head."""
+    service.release_names = [f"r{i}" for i in range(1100)]
+    real = service.chain
+
+    def chain(query: dict[str, str]) -> Any:
+        return [entry | {"current": entry["number"] == current} for entry in real(query)]
+
+    service.chain, current = chain, 30
+    assert with_client(service.url, lambda c: c.current_release()).id == "r30"
+    assert len(service.requests) == 3
+    current = -1
+    with pytest.raises(e.UnexpectedAnswer, match="none of the 1100 releases of 'sums' is current"):
+        with_client(service.url, lambda c: c.current_release())
+
+
+class Broken:
+    """A server on a real socket that refuses every request with a body that it does not finish."""
+
+    def __init__(self, *, closes: bool) -> None:
+        self._closes = closes
+        self.num_asked = 0
+        self.done: list[asyncio.Event] = []
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        done = asyncio.Event()
+        self.done.append(done)
+        await reader.readuntil(b"\r\n\r\n")
+        self.num_asked += 1
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 100\r\n\r\n{")
+        await writer.drain()
+        if not self._closes:
+            await reader.read()  # its own body, and then until the client goes
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        done.set()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_refusals_whose_body_breaks_or_is_cancelled_hold_no_connection(closes: bool) -> None:
+    async def ask(client: Client) -> None:
+        with pytest.raises((e.Unreachable, TimeoutError)):
+            async with asyncio.timeout(2.0 if closes else 0.1):
+                async for _ in client.stream("hi"):
+                    pass
+
+    async def run() -> int:
+        broken = Broken(closes=closes)
+        async with await asyncio.start_server(broken.answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with Client(url, max_connections=2, retry=QUICK) as client:
+                for _ in range(4):
+                    await ask(client)
+            for done in broken.done:
+                await done.wait()
+        return broken.num_asked
+
+    assert asyncio.run(run()) == 4
+
+
+def test_an_engine_that_is_not_taken_back_in_time_does_not_hold_up_a_failure(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reef_harness.client._GIVE_BACK_S", 0.05)
+    service.release_names = ["r0", "r1"]
+    real, go_on = service.handle, threading.Event()
+
+    def handle(http: Any) -> None:
+        if http.command == "DELETE":
+            go_on.wait(5)
+        real(http)
+
+    service.handle = handle
+
+    async def call(client: Client) -> None:
+        async with client.engine_for("r0"):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        with_client(service.url, call)
+    assert "no answer within 0.05 s" in caught.value.__notes__[0]
+    go_on.set()

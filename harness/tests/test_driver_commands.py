@@ -118,8 +118,33 @@ def test_where_nothing_could_be_graded_the_status_says_so(
 ) -> None:
     items.write_text('{"id": "a", "prompt": "x"}\n')
     assert command("stream", service, items) == 1
-    assert "0 rollouts reported, 1 failed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "0 rollouts reported, 1 failed" in said
+    assert "the last that failed: not graded: no_gold: " in said
     assert service.reports == {}
+
+
+def test_the_status_is_of_this_life_not_of_those_before_it(
+    service: Any, items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.trains = False
+    records = ("--records", str(tmp_path / "r.jsonl"))
+    assert command("stream", service, items, *records) == 0
+    assert command("stream", service, items, *records) == 0  # nothing is left to do
+    with items.open("a") as file:
+        file.write('{"id": "ungraded", "prompt": "x"}\n')
+    capsys.readouterr()
+    assert command("stream", service, items, *records) == 1
+    assert "no_gold" in capsys.readouterr().err
+
+
+def test_a_run_whose_scenario_is_trained_by_hand_ends_and_says_so(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.batch_size, service.mode = 4, "manual"
+    assert command("stream", service, items) == 0
+    said = capsys.readouterr().err
+    assert "6 wait for the service to use them; nothing is trained by itself: the mode of sums is manual" in said
 
 
 def test_a_service_that_is_down_is_one_clear_line(items: Path, capsys: pytest.CaptureFixture[str]) -> None:

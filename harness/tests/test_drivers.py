@@ -23,7 +23,7 @@ from reef_harness import (
     Verdict,
     finish_on_sigint,
 )
-from reef_harness.drivers import read_rollouts
+from reef_harness.drivers import Rewards, read_rollouts
 from reef_harness.errors import HarnessError, Stalled
 from reef_harness.progress import ReleaseBar, RolloutBar
 
@@ -118,13 +118,29 @@ def test_a_second_run_goes_on_where_the_first_stopped(service: Any) -> None:
 
 
 def test_rewards_are_kept_by_the_release_that_answered(service: Any) -> None:
-    async def run() -> dict[str, list[float]]:
+    service.answer = half_right
+
+    async def run() -> dict[str, Rewards]:
         async with Client(service.url, scenario="sums", retry=QUICK) as client:
             with GroupsDriver(client, items(3), FinalGrader(), groups_per_batch=1, max_ahead=0, poll_s=0.01) as driver:
                 await driver.run(releases=3)
                 return driver.rewards
 
-    assert asyncio.run(run()) == {"r0": [1.0] * 8, "r1": [1.0] * 8, "r2": [1.0] * 8}
+    found = asyncio.run(run())
+    assert found == {release: Rewards(count=8, total=4.0) for release in ("r0", "r1", "r2")}
+    assert found["r0"].mean == 0.5
+
+
+def test_rewards_of_the_last_releases_are_kept_only(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reef_harness.drivers.driver.MAX_RELEASES", 2)
+
+    async def run() -> set[str]:
+        async with Client(service.url, scenario="sums", retry=QUICK) as client:
+            with GroupsDriver(client, items(4), FinalGrader(), groups_per_batch=1, max_ahead=0, poll_s=0.01) as driver:
+                await driver.run(releases=4)
+                return set(driver.rewards)
+
+    assert asyncio.run(run()) == {"r2", "r3"}
 
 
 def test_failed_rollouts_are_recorded_and_the_others_go_on(service: Any, tmp_path: Path) -> None:
@@ -398,3 +414,63 @@ def test_long_ids_make_group_names_that_the_service_takes_and_that_differ(servic
 def test_bounds_below_one_are_refused_by_name(service: Any, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected at least 1, got 0"):
         drive(service, items(), 1, kind=StreamDriver, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({"mode": "manual"}, "nothing is trained by itself: the mode of sums is manual"),
+        ({"paused": "r3 is quarantined"}, "training is paused: r3 is quarantined"),
+    ],
+)
+def test_a_run_that_is_done_does_not_wait_for_training_that_stands_still(
+    service: Any, state: dict[str, str], told: str
+) -> None:
+    for name, value in state.items():
+        setattr(service, name, value)
+    end = drive(service, items(20), None, kind=StreamDriver, stall_timeout_s=5.0)
+    assert (end.reported, end.releases, end.waiting, end.standstill) == (20, 0, 20, told)
+    with pytest.raises(Stalled, match=f"8 rollouts wait to be used by the service; {told}"):
+        drive(service, items(), None, kind=StreamDriver, batch=8, max_ahead=0, stall_timeout_s=0.2)
+
+
+def test_a_key_that_may_not_see_the_status_waits_for_training(service: Any) -> None:
+    """It trains in a while: a full batch alone is no standstill."""
+    service.paused = "for a moment"
+    real = service.route
+
+    def route(method: str, parts: list[str], *rest: Any) -> Any:
+        if parts == ["reef", "status"]:
+            service.paused = None
+            service.train()
+            return 403, {"error": {"message": "this key may not", "code": "forbidden"}}
+        return real(method, parts, *rest)
+
+    service.route = route
+    end = drive(service, items(8), None, kind=StreamDriver, stall_timeout_s=5.0)
+    assert (end.releases, end.waiting, end.standstill) == (1, 0, None)
+
+
+def test_a_second_life_counts_its_own_reports_and_says_what_failed(service: Any, tmp_path: Path) -> None:
+    service.trains = False
+    options: dict[str, Any] = {"kind": StreamDriver, "in_flight": 1, "records": tmp_path / "r.jsonl"}
+    first = drive(service, items(3), None, **options)
+    assert (first.rollouts, first.reported, first.failed, first.error) == (3, 3, 0, None)
+    service.faults.append(400)
+    second = drive(service, items(4), None, **options)
+    assert (second.rollouts, second.reported, second.failed) == (4, 0, 1)
+    assert second.error == "BadRequest: told to answer 400 (HTTP 400)"
+
+
+def test_links_of_the_chain_are_forgotten_in_time_and_staleness_stays_right(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reef_harness.drivers.following._MAX_LINKS", 2)
+
+    async def run() -> tuple[int, float | None]:
+        async with Client(service.url, scenario="sums", retry=QUICK) as client:
+            with GroupsDriver(client, items(), FinalGrader(), groups_per_batch=1, max_ahead=0, poll_s=0.01) as driver:
+                end = await driver.run(releases=5)
+                return len(driver._following._chain), end.staleness
+
+    assert asyncio.run(run()) == (2, 0.0)

@@ -1,6 +1,7 @@
 """Streamed answers: what is told as it comes, what they add up to, and streams that break."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -166,3 +167,19 @@ def test_a_receipt_in_the_header_or_alone_in_the_chunk_is_enough_for_one_choice(
             list(assembly.take(data))
         answer = assembly.completion()
         assert (answer.text, answer.receipt, answer.release) == ("a", "c7", "")
+
+
+@pytest.mark.parametrize("index", [-1, "0", None])
+def test_a_choice_with_an_index_that_is_none_is_no_chunk(index: Any) -> None:
+    chunk = {"choices": [{"index": index, "delta": {"content": "a"}, "finish_reason": None}]}
+    with pytest.raises(e.UnexpectedAnswer, match="none of a chat's"):
+        list(Assembly("u", "c0", "r0").take(json.dumps(chunk).encode()))
+
+
+def test_a_choice_beyond_the_receipts_is_an_answer_without_them() -> None:
+    assembly = Assembly("u", "c0", "r0")
+    chunk = {"choices": [{"index": 3, "delta": {"content": "a"}, "finish_reason": "stop"}]}
+    assert list(assembly.take(json.dumps(chunk).encode())) == [TextDelta(3, "a")]
+    list(assembly.take(b"[DONE]"))
+    with pytest.raises(e.BrokenStream, match="without the receipts"):
+        assembly.completion()

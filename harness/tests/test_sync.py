@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -104,3 +106,117 @@ def test_closed_it_says_so_leaves_no_thread_and_ends_who_waits(service: Any) -> 
     with pytest.raises(e.Closed, match="is closed"):
         next(iter(client.stream("hi")))
     assert {thread for thread in threading.enumerate() if thread.name.startswith("reef client")} <= before
+
+
+def test_closed_beside_threads_that_ask_all_the_time_every_one_of_them_ends(service: Any) -> None:
+    for _ in range(10):
+        client = SyncClient(service.url, scenario="sums", retry=QUICK)
+        ends: list[BaseException] = []
+
+        def ask(client: SyncClient = client, ends: list[BaseException] = ends) -> None:
+            try:
+                while True:
+                    client.scenarios()
+            except e.Closed as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.02)
+        client.close()
+        for thread in threads:
+            thread.join(5)
+        assert [thread for thread in threads if thread.is_alive()] == []
+        assert len(ends) == 4
+
+
+def test_what_is_asked_once_closing_has_begun_is_refused_at_once(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last look at what waits and the end of the loop nothing more may be begun."""
+    client = SyncClient(service.url, scenario="sums", retry=QUICK)
+    real, closing, go_on = client._client.close, threading.Event(), threading.Event()
+
+    async def slow() -> None:
+        closing.set()
+        await asyncio.to_thread(go_on.wait, 5)
+        await real()
+
+    monkeypatch.setattr(client._client, "close", slow)
+    ends: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            client.scenarios()
+        except e.Closed as error:
+            ends.append(error)
+
+    closer, asker = threading.Thread(target=client.close), threading.Thread(target=ask, daemon=True)
+    closer.start()
+    assert closing.wait(5)
+    asker.start()
+    asker.join(2)
+    assert len(ends) == 1
+    go_on.set()
+    closer.join(5)
+    assert not closer.is_alive()
+
+
+def interrupt_once(begun: threading.Event) -> threading.Thread:
+    def send() -> None:
+        begun.wait(5)
+        time.sleep(0.05)  # the main thread waits for the answer by then
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_within_a_stream_is_a_keyboard_interrupt_and_the_stream_is_over(service: Any) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def events(whole: Any, release: str) -> Any:
+        begun.set()
+        go_on.wait(5)
+        return iter(())
+
+    service.events = events
+    with SyncClient(service.url, max_connections=1) as client:
+        sender = interrupt_once(begun)
+        with pytest.raises(KeyboardInterrupt):
+            list(client.stream("hi"))
+        sender.join()
+        go_on.set()
+        assert client.ready()[0]  # the one connection is free
+
+
+def test_ctrl_c_while_an_engine_starts_gives_it_back(service: Any) -> None:
+    service.release_names = ["r0", "r1"]
+    begun, go_on = threading.Event(), threading.Event()
+    real = service.handle
+
+    def handle(http: Any) -> None:
+        if http.command == "POST":
+            send = http.send_response
+            http.send_response = lambda status: (begun.set(), go_on.wait(5), send(status))
+        real(http)
+
+    service.handle = handle
+    with SyncClient(service.url, scenario="sums", retry=QUICK) as client:
+        sender = interrupt_once(begun)
+        with pytest.raises(KeyboardInterrupt), client.engine_for("r0"):
+            raise AssertionError("the block must not begin")
+        sender.join()
+    assert service.engines == []
+    go_on.set()
+
+
+def test_an_engine_lent_to_one_thread_is_given_back_when_another_closes_the_client(service: Any) -> None:
+    service.release_names = ["r0", "r1"]
+    client = SyncClient(service.url, scenario="sums", retry=QUICK)
+    with pytest.raises(KeyError, match="mine"), client.engine_for("r0"):
+        closer = threading.Thread(target=client.close)
+        closer.start()
+        closer.join(5)
+        assert service.engines == []
+        raise KeyError("mine")

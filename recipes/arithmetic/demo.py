@@ -103,7 +103,7 @@ async def learn(url: str, seed: int, releases: int, num_held_out: int, records: 
         chain = await client.releases()
     step = {release.id: release.step for release in chain}
     points = sorted((step[e.release], e.accuracy, e.low, e.high) for e in (before, *between, after))
-    rewards = sorted((step[release], sum(scores) / len(scores)) for release, scores in driver.rewards.items())
+    rewards = sorted((step[release], scores.mean) for release, scores in driver.rewards.items())
     return Outcome(
         method,
         before,

@@ -1,6 +1,6 @@
 """Drivers: keep rollouts in flight, grade them, report them, at the pace of the training."""
 
-from reef_harness.drivers.driver import Driver, Options, Progress
+from reef_harness.drivers.driver import Driver, Options, Progress, Rewards
 from reef_harness.drivers.groups import GroupsDriver
 from reef_harness.drivers.interrupts import finish_on_sigint
 from reef_harness.drivers.records import Rollout, read_rollouts
@@ -13,6 +13,7 @@ __all__ = [
     "GroupsDriver",
     "Options",
     "Progress",
+    "Rewards",
     "Rollout",
     "StreamDriver",
     "finish_on_sigint",

@@ -93,7 +93,7 @@ async def _drive(arguments: argparse.Namespace, items: Sequence[Item], grader: G
         again = f"; the same command goes on from {arguments.records}" if arguments.records else ""
         print(f"stopped: what was in flight is reported{again}", file=sys.stderr)
         return 130
-    return 0 if end.rollouts > end.failed else 1
+    return 1 if end.failed and not end.reported else 0  # in this life: an earlier one may have left nothing to do
 
 
 def _driver(
@@ -156,4 +156,8 @@ def _summary(end: Progress, releases: int | None) -> str:
         told += f" of {releases}"
     if end.waiting:
         told += f"; {end.waiting} wait for the service to use them"
+    if end.standstill:
+        told += f"; {end.standstill}"
+    if end.error:
+        told += f"\nthe last that failed: {end.error}"
     return told

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from reef_harness.client import Client
-from reef_harness.drivers.following import Following, Open
+from reef_harness.drivers.following import Following, Open, standstill
 from reef_harness.drivers.records import Key, Records
 from reef_harness.drivers.rollout import Done, Sampler
 from reef_harness.errors import HarnessError, Stalled
@@ -26,6 +26,7 @@ from reef_harness.types import Item
 from reef_harness.wire import Asking
 
 MAX_WAITING = 8192  # rollouts open where nothing else bounds them: the service looks at no more when it takes a batch
+MAX_RELEASES = 10_000  # whose rewards are kept
 MAX_UNGRADABLE = 10_000  # items in a row that nothing can grade: of an endless supply no other will come
 _SWEEP_EVERY = 5  # polls: the oldest unit is looked at each time, some of the others only so often
 _REST = 10  # polls in which nothing has to happen before the service is asked whether anything will
@@ -65,6 +66,26 @@ class Progress:
     staleness: float | None
     in_flight: int  # units
     waiting: int  # units reported and not yet used by the service
+    reported: int  # rollouts, in this life
+    error: str | None  # of the last that failed, in this life
+    standstill: str | None  # why the service will not use what waits, where the run ended for that
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """The scores of answers: how many, and their sum."""
+
+    count: int = 0
+    total: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Of at least one score."""
+        return self.total / self.count
+
+    def with_one_more(self, score: float) -> "Rewards":
+        """These and another."""
+        return Rewards(self.count + 1, self.total + score)
 
 
 class Driver(ABC):
@@ -125,11 +146,14 @@ class Driver(ABC):
         self._following = Following(client, self._records, size, batch_units)
         self._num_units = self._num_failed = 0
         self._failed_in_a_row = self._ungradable_in_a_row = 0
-        self._num_reported = self._records.num_reported
+        self._num_reported = self._num_before = self._records.num_reported
+        self._last_error: str | None = None
+        self._standstill: str | None = None
+        self._asked_at = 0.0  # the service, whether it will use what waits
         self._scores: deque[float] = deque(maxlen=batch_units * size)
         self._lengths: deque[float] = deque(maxlen=batch_units * size)
         self._starved = self._stopping = False
-        self.rewards: dict[str, list[float]] = {}  # scores of this life by the release that answered
+        self.rewards: dict[str, Rewards] = {}  # of this life by the release that answered: the last MAX_RELEASES
 
     def __enter__(self) -> Self:
         return self
@@ -152,10 +176,12 @@ class Driver(ABC):
         """Drive until our reports have trained ``releases`` releases, or ``rollouts`` of them are in, in all lives.
 
         Returns earlier when stopped, or when the items run out: then once every unit is used, or what waits is too
-        little for another batch. Units that still wait are remembered by the next run. Raises Stalled when nothing
-        moves for ``stall_timeout_s``, HarnessError when too many units in a row fail, with what the last one hit.
+        little for another batch, or nothing is trained now (Progress.standstill). Units that still wait are remembered
+        by the next run. Raises Stalled when nothing moves for ``stall_timeout_s``, HarnessError when too many units in
+        a row fail, with what the last one hit.
         """
         polls = 0
+        self._standstill = None
         try:
             moved_at = time.monotonic()
             while not self._stopping and (releases is None or len(self._following.trained) < releases):
@@ -172,9 +198,11 @@ class Driver(ABC):
                 if moved:
                     moved_at = time.monotonic()
                 elif time.monotonic() - moved_at > self._stall_timeout_s:
+                    why = await standstill(self._client, await self._client.queue())
                     raise Stalled(
                         f"no rollout ended and no report was used for {self._stall_timeout_s:.0f} s; "
                         f"{len(self._following.open)} {self.unit}s wait to be used by the service"
+                        + (f"; {why}" if why else "")
                     )
             while self._working:
                 await self._collect(timeout_s=None)
@@ -199,6 +227,9 @@ class Driver(ABC):
             staleness=_mean(self._following.staleness),
             in_flight=len(self._working),
             waiting=len(self._following.open),
+            reported=self._num_reported - self._num_before,
+            error=self._last_error,
+            standstill=self._standstill,
         )
 
     @abstractmethod
@@ -260,6 +291,7 @@ class Driver(ABC):
         self._num_units += 1
         self._num_reported += len(reported)
         self._num_failed += len(done) - len(reported)
+        self._last_error = next((each.rollout.error for each in reversed(done) if each.state is None), self._last_error)
         for rollout, _ in reported:
             self._note(rollout.score, rollout.num_tokens, rollout.release)
         past = self._records.past.get(key)
@@ -280,7 +312,9 @@ class Driver(ABC):
         if score is not None:
             self._scores.append(score)
             if release is not None:
-                self.rewards.setdefault(release, []).append(score)
+                self.rewards[release] = self.rewards.get(release, Rewards()).with_one_more(score)
+                if len(self.rewards) > MAX_RELEASES:
+                    del self.rewards[next(iter(self.rewards))]  # that answered first
 
     def _count_failure(self, done: list[Done]) -> None:
         """Items that nothing can grade are no sign of a service that fails; an endless supply of them has no end."""
@@ -303,12 +337,17 @@ class Driver(ABC):
     # ---- ends
 
     async def _rests(self, still_s: float) -> bool:
-        """Whether nothing more will be used: no more comes from us, and what waits is too little for a batch."""
-        if not self._starved or still_s < _REST * self._poll_s:
+        """Whether nothing more will be used: no more comes from us, and what waits is too little, or not wanted now."""
+        pause_s = _REST * self._poll_s
+        if not self._starved or still_s < pause_s or time.monotonic() - self._asked_at < pause_s:
             return False
+        self._asked_at = time.monotonic()
         queue = await self._client.queue()
         config = (await self._client.contract())["config"]
-        return not queue["reserved"] and queue["pending"] < config["batch-size"]
+        if not queue["reserved"] and queue["pending"] < config["batch-size"]:
+            return True
+        self._standstill = await standstill(self._client, queue)
+        return self._standstill is not None
 
     def _tell(self) -> None:
         if self._progress:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from reef_harness.client import Client
 from reef_harness.drivers.records import Key, Records
-from reef_harness.errors import NotFound, WrongRecords
-from reef_harness.types import Release, ReportState
+from reef_harness.errors import Forbidden, NotFound, WrongRecords
+from reef_harness.types import Json, Release, ReportState
 
 _LOOKS = 16  # of a sweep
 _LOOKS_AT_ONCE = 8  # once the oldest was used: those of one batch are used together
+_MAX_LINKS = 256  # of the chain that are remembered: what is used now was answered and trained of late
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +101,22 @@ class Following:
                 self._chain[release] = await self._client.release(release)
             except NotFound:
                 self._chain[release] = None
-        return self._chain[release]
+        link = self._chain[release]
+        if len(self._chain) > _MAX_LINKS:
+            del self._chain[next(iter(self._chain))]
+        return link
+
+
+async def standstill(client: Client, queue: Json) -> str | None:
+    """Why the service trains nothing more by itself; None: it does, or does not say. ``queue``: its Client.queue."""
+    if queue.get("mode") == "manual" and not queue["reserved"]:
+        return f"nothing is trained by itself: the mode of {queue['name']} is manual"
+    try:
+        training = (await client.status())["training"] or {}
+    except (Forbidden, NotFound):
+        return None  # it is for other keys
+    if training.get("paused"):
+        return f"training is paused: {training['paused']}"
+    if training.get("phase") == "stopped":
+        return f"training has stopped: {training.get('error')}"
+    return None

@@ -48,7 +48,7 @@ class Sampler:
         asking["n"] = len(indexes)
         try:
             answer = await self._client.chat(item.messages, **asking)
-            _check_choices(answer, len(indexes))
+            check_choices(answer, len(indexes))
         except HarnessError as error:
             return self._failed([replace(blank, index=index, error=_told(error)) for index in indexes])
         graded = await asyncio.gather(
@@ -99,13 +99,10 @@ class Sampler:
         if choice.finish_reason not in GRADABLE:
             return replace(sampled, error=f"not a whole rollout: finish_reason {choice.finish_reason!r}")
         verdict = await self._grader.judge(item, choice.text, choice.finish_reason)
-        if verdict.outcome == "error" and verdict.reason_code in _UNGRADABLE:
-            self._needs_gold |= verdict.reason_code == _NO_GOLD
-            told = f"not graded: {verdict.reason_code}: {verdict.detail}"
-            return replace(sampled, error=told, reason_code=verdict.reason_code)
-        if verdict.score is not None and not math.isfinite(verdict.score):
-            told = f"not graded: the score of {verdict.grader} {verdict.version} is {verdict.score}"
-            return replace(sampled, error=told, reason_code="bad_score")
+        if none := no_grade(verdict):
+            reason_code, told = none
+            self._needs_gold |= reason_code == _NO_GOLD
+            return replace(sampled, error=told, reason_code=reason_code)
         return _graded(sampled, verdict, self._records.report_id(choice.receipt))
 
 
@@ -113,7 +110,17 @@ def _ungradable(rollout: Rollout) -> bool:
     return rollout.error is not None and rollout.reason_code in _UNGRADABLE
 
 
-def _check_choices(answer: Completion, n: int) -> None:
+def no_grade(verdict: Verdict) -> tuple[str, str] | None:
+    """Why a verdict is nothing to report, as a reason code and in words; None where it is a grade of the answer."""
+    if verdict.outcome == "error" and verdict.reason_code in _UNGRADABLE:
+        return verdict.reason_code, f"not graded: {verdict.reason_code}: {verdict.detail}"
+    if verdict.score is not None and not math.isfinite(verdict.score):
+        return "bad_score", f"not graded: the score of {verdict.grader} {verdict.version} is {verdict.score}"
+    return None
+
+
+def check_choices(answer: Completion, n: int) -> None:
+    """Raise UnexpectedAnswer unless an answer has ``n`` choices, numbered from 0."""
     if sorted(choice.index for choice in answer.choices) != list(range(n)):
         indexes = [choice.index for choice in answer.choices]
         raise UnexpectedAnswer(f"{n} answers were asked for, those with the indexes {indexes} came")
