@@ -123,6 +123,10 @@ def test_changed_items_and_sets_or_graders_that_only_one_has_are_refused(
     (other / "in-domain").rename(other / "challenge")
     assert main(["compare", str(before), str(other)]) == 1
     assert "no set is in both: in-domain in" in capsys.readouterr().err
-    (tmp_path / "items.jsonl").write_text('{"id": "x", "prompt": "x", "gold": "x"}\n')
+    changed = '{"id": "x", "prompt": "x", "gold": "x"}\n'
+    (before / "in-domain" / "items.jsonl").write_text(changed)
+    assert main(["compare", str(before), str(before), "--no-figures"]) == 0  # the file that was copied is intact
+    capsys.readouterr()
+    (tmp_path / "items.jsonl").write_text(changed)
     assert main(["compare", str(before), str(before)]) == 1
-    assert "was changed since the answers" in capsys.readouterr().err
+    assert "were changed since the answers" in capsys.readouterr().err

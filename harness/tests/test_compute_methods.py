@@ -293,6 +293,7 @@ def test_beams_are_continued_by_their_own_ids_and_the_best_whole_answer_is_chose
     assert [(each.text, each.score) for each in outcome.trace] == [(f"a, c {final(3)}", 0.0), (whole, 1.0)]
     assert outcome.spent.sampled_tokens == 2 + 2 + 20 + 20
     assert outcome.chosen[0].num_tokens == 2 + 20
+    assert (outcome.chosen[0].receipts, outcome.chosen[0].releases) == (("c1", "c1"), ("r0", "r0"))  # of both parts
 
 
 def test_a_floor_drops_what_is_wrong_and_begins_again_when_it_is_stuck(service: Any) -> None:
@@ -360,6 +361,17 @@ def test_a_checker_that_is_wrong_turns_right_into_wrong(service: Any) -> None:
     assert (outcome.trace[0].answer, outcome.answer, outcome.stopped_by) == ("1", "7", "rounds")  # the last readable
 
 
+def test_what_the_checker_accepts_is_chosen_though_the_grader_cannot_read_it(service: Any) -> None:
+    Scripted(service, final(2), "it is one")
+    outcome = use(
+        service,
+        lambda asker: revise(
+            asker, ITEM, GRADER.read, lambda item, sample: "Not 2." if "2" in sample.text else None, rounds=3
+        ),
+    )
+    assert (outcome.text, outcome.answer, outcome.stopped_by) == ("it is one", None, "accepted")
+
+
 # ---- routing
 
 
@@ -423,6 +435,83 @@ def test_the_command_prints_a_table_and_writes_every_outcome(
     assert "| vote   | 1.000 [" in capsys.readouterr().out
     (line,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert (line["item"], line["answer"], line["spent"]["samples"]) == ("a", "1", 2)
+    assert [(each["releases"], each["receipts"]) for each in line["trace"]] == [(["r0"], ["c0"])] * 2
+    assert main([*arguments, "--out", str(out)]) == 1  # it cost tokens: it is not written over
+    assert f"{out} holds outcomes already" in capsys.readouterr().err
+
+
+def two_items(tmp_path: Path, service: Any) -> list[str]:
+    """The options for two items that ask "?" and "??"; the right answer is 1."""
+    rows = [{"id": "a", "prompt": "?", "gold": "1"}, {"id": "b", "prompt": "??", "gold": "1"}]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--url", service.url, "--items", str(tmp_path / "items.jsonl"), "--grader", "final"]
+
+
+@pytest.mark.parametrize("method", [["vote", "--samples", "1"], ["route", "--first", "1", "--budget", "17"]])
+def test_outcomes_are_there_as_soon_as_they_end(service: Any, tmp_path: Path, method: list[str]) -> None:
+    """When the second item is asked for, the outcome of the first is in the file."""
+    there: list[int] = []
+    out = tmp_path / "out.jsonl"
+
+    class Watching(Scripted):
+        def chat(self, body: Json, prompt: str, headers: dict[str, str], kind: str) -> Json:
+            there.append(len(out.read_text().splitlines()))
+            return super().chat(body, prompt, headers, kind)
+
+    Watching(service, final(1), final(1))
+    command = ["compute", *method, *two_items(tmp_path, service), "--concurrency", "1", "--out", str(out)]
+    assert main(command) == 0
+    assert there == ([0, 1] if method[0] == "vote" else [0, 0])  # routing decides when all have their first answers
+    assert sorted(json.loads(line)["item"] for line in out.read_text().splitlines()) == ["a", "b"]
+
+
+def test_routing_asks_for_no_more_items_at_a_time_than_it_is_told(service: Any, tmp_path: Path) -> None:
+    """Items draw their two answers one item after the other: their prompts do not alternate."""
+    Scripted(service, *[final(1)] * 4)
+    common = [*two_items(tmp_path, service), "--budget", "34", "--first", "2", "--concurrency", "1"]
+    assert main(["compute", "route", *common]) == 0
+    assert [body["messages"][0]["content"] for body in asked(service)] == ["?", "?", "??", "??"]
+
+
+def test_the_command_says_that_several_releases_answered(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Renewed(Scripted):
+        def chat(self, body: Json, prompt: str, headers: dict[str, str], kind: str) -> Json:
+            answer = super().chat(body, prompt, headers, kind)
+            headers["x-reef-release-id"] = "r0" if prompt == "?" else "r1"
+            return answer
+
+    Renewed(service, *[final(1)] * 4)
+    command = ["compute", "vote", *two_items(tmp_path, service), "--samples", "2", "--all", "--concurrency", "1"]
+    assert main(command) == 0
+    assert "The answers are of 2 releases (r0: 2, r1: 2)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("beam", ["--verifier", "m:f", "--boundary", ",", "--samples", "4"]),
+        ("revise", ["--checker", "m:f", "--samples", "4"]),
+        ("coverage", ["--budget", "100"]),
+    ],
+)
+def test_options_that_mean_nothing_for_a_method_are_refused(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, options: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["compute", method, *two_items(tmp_path, service), *options])
+    assert f"unrecognized arguments: {' '.join(options[-2:])}" in capsys.readouterr().err
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("options", [["--concurrency", "0"], ["--least", "5"]])
+def test_settings_that_mean_nothing_are_refused_before_a_request(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["compute", "vote", *two_items(tmp_path, service), *options]) == 1
+    assert options[0].removeprefix("--") in capsys.readouterr().err
+    assert service.requests == []
 
 
 def test_the_command_has_the_release_that_it_names_answer(service: Any, tmp_path: Path) -> None:
@@ -431,7 +520,7 @@ def test_the_command_has_the_release_that_it_names_answer(service: Any, tmp_path
     (tmp_path / "items.jsonl").write_text('{"id": "a", "prompt": "?", "gold": "1"}\n')
     common = ["--url", service.url, "--items", str(tmp_path / "items.jsonl"), "--grader", "final"]
     assert main(["compute", "vote", *common, "--samples", "1", "--release", "r0"]) == 0
-    paths = [(method, path) for method, path, _, _ in service.requests if path.endswith("/engine")]
+    paths = [(method, path.partition("?")[0]) for method, path, _, _ in service.requests if "/engine" in path]
     assert paths == [(method, "/reef/scenarios/sums/releases/r0/engine") for method in ("POST", "DELETE")]
     assert [headers["x-reef-release"] for _, path, headers, _ in service.requests if path[:3] == "/v1"] == ["r0"]
 

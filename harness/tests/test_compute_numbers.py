@@ -1,12 +1,24 @@
 """Votes, closed forms, sequence scores, shares, the knee: numbers worked out by hand."""
 
+import asyncio
 import math
 import random
 from collections import Counter
 from itertools import product
 
 import pytest
-from reef_harness.compute import Changes, Votes, changes, knee, sequence_score, share_out
+from reef_harness import FinalGrader, Item
+from reef_harness.compute import (
+    Candidate,
+    Changes,
+    Outcome,
+    Spent,
+    Votes,
+    changes,
+    knee,
+    sequence_score,
+    share_out,
+)
 from reef_harness.compute.closed_forms import (
     accepted,
     coverage,
@@ -14,7 +26,7 @@ from reef_harness.compute.closed_forms import (
     precision_ceiling,
     verified_best_of,
 )
-from reef_harness.compute.coverage import text_of
+from reef_harness.compute.coverage import counts, text_of
 
 
 def whole_vote(answers: tuple[str | None, ...]) -> tuple[str, ...]:
@@ -146,7 +158,22 @@ def test_the_coverage_table_holds_the_unbiased_estimate_beside_the_closed_form()
     text = text_of([(2, 1), (2, 0)])  # pass@1 = 1/4, pass@2 = 1/2; p = 1/4
     assert "2 items, 2 answers each, mean chance p = 0.250" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    assert [(row[0], row[1].split()[0], row[2]) for row in rows[1:]] == [
-        ("1", "0.250", "0.250"),
-        ("2", "0.500", "0.438"),
+    assert [(row[0], row[1].split()[0], row[2], row[3]) for row in rows[1:]] == [
+        ("1", "0.250", "0.250", "2"),
+        ("2", "0.500", "0.438", "2"),
     ]
+
+
+def test_one_item_with_fewer_answers_does_not_shorten_the_curve_of_the_others() -> None:
+    """pass@2 is of the item that has two answers: 1. Over both items pass@1 is (1/2 + 0) / 2."""
+    text = text_of([(2, 1), (1, 0)])
+    assert "2 items, 1 to 2 answers each" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert [(row[1].split()[0], row[3]) for row in rows[1:]] == [("0.250", "2"), ("1.000", "1")]
+
+
+def test_no_coverage_is_told_of_draws_that_a_budget_ended() -> None:
+    item, drawn = Item.from_text("i", "?", "1"), Candidate("<final>1", "length", None, 3)
+    outcome = Outcome("i", (), Spent(), "budget", (drawn,))
+    with pytest.raises(ValueError, match="draw them without a budget"):
+        asyncio.run(counts([item], [outcome], FinalGrader()))

@@ -78,3 +78,12 @@ def test_half_a_file_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "train.jsonl:2: no prompt" in capsys.readouterr().err
     assert main(["contamination", str(tmp_path / "train.jsonl"), held_out, "--at-least", "0"]) == 1
     assert main(["contamination", held_out, str(tmp_path / "absent.jsonl")]) == 1
+
+
+def test_held_out_prompts_of_one_name_are_two_prompts() -> None:
+    """The training prompt has 4 of the 8 n-grams of the first, and none of the second, which has 8 of its own."""
+    other = " ".join(f"other{i}" for i in range(20))
+    [found] = overlaps([("t", " ".join(LONG.split()[:16]))], [("h", LONG), ("h", other)])
+    assert (found.held_out, found.near) == ("h", ((0.5, "t"),))
+    both = overlaps([("t", LONG), ("u", other)], [("h", LONG), ("h", other)])
+    assert [(each.held_out, each.exact) for each in both] == [("h", ("t",)), ("h", ("u",))]

@@ -41,6 +41,20 @@ def test_failed_requests_are_counted_and_left_out_of_the_shares(service: Any) ->
     assert sum(answer.error is not None for answer in result.answers) == 2
 
 
+def test_answers_of_two_releases_are_counted_apart_and_give_no_summary(service: Any) -> None:
+    def answer(prompt: str, index: int) -> str:
+        if len(service.receipts) == 15:
+            service.release_names.append("r1")
+        return f"<final>{prompt}</final>"
+
+    service.answer = answer
+    result = run(service, ITEMS)
+    assert (sum(result.releases.values()), sorted(result.releases)) == (20, ["r0", "r1"])
+    assert result.releases["r0"] > result.releases["r1"] and result.release == "r0"
+    with pytest.raises(HarnessError, match=r"of 2 releases \(r0: \d+, r1: \d+\), so they measure none of them"):
+        result.summary()
+
+
 def test_an_evaluation_of_nothing_is_an_error(service: Any) -> None:
     with pytest.raises(HarnessError, match="there were no items"):
         run(service, [])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from reef_harness.cli import main
+from reef_harness.errors import HarnessError
+from reef_harness.evaluation.bank import holding
 
 Json = dict[str, Any]
 
@@ -135,6 +137,42 @@ def test_a_failed_request_is_a_line_and_no_zero_and_is_asked_for_again(
     assert series["outcomes"]["correct"] == 4
 
 
+def test_an_item_whose_requests_all_failed_is_in_no_figure_and_not_wrong(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of three items are answered, always rightly: every figure that picks among answers is 1, over two items."""
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 3), tmp_path / "run"
+    service.faults.extend(["ok", *[400] * 4])  # the first is the request for the scenarios
+    assert evaluate(service, out, items, "--samples", "4", "--logprobs", "--concurrency", "1") == 0
+    [series] = json.loads((out / "summary.json").read_text())["sets"]["in-domain"]["series"]
+    majority = series["majority"]
+    assert {name: majority[name] for name in ("right", "wrong", "tie", "none")} == {
+        "right": 2,
+        "wrong": 0,
+        "tie": 0,
+        "none": 0,
+    }
+    for figure in (series["accuracy"], majority["right_share"], majority["expected"], series["best_by_logprob"]):
+        assert (figure["value"], figure["items"]) == (1.0, 2)
+    said = capsys.readouterr().out
+    assert "of 3 items pass@1 is over 2, pass@2 is over 2, pass@4 is over 2, majority is over 2." in said
+
+
+def test_a_set_of_one_item_is_said_to_tell_little_and_stores_a_wide_interval(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7 of 8 answers to the one item: as one trial, 0.875 is anything from 0.159 to 0.996."""
+    service.answer = Answers(lambda n, number: n if number else -1)
+    items = write_items(tmp_path / "a.jsonl", 1)
+    assert evaluate(service, tmp_path / "run", items, "--samples", "8", "--concurrency", "1", "--store") == 0
+    [(_, stored)] = service.evaluations
+    assert (stored["accuracy"], stored["low"], stored["high"]) == pytest.approx((0.875, 0.159, 0.996), abs=5e-4)
+    length = stored["metrics"]["response_length"]
+    assert (length["value"], length["items"]) == (7.0, 1) and length["low"] < 7 < 40 < length["high"] < 64
+    assert "in-domain: of 1 items intervals are wide, and say little." in capsys.readouterr().out
+
+
 def test_items_without_gold_are_errors_of_the_grader_and_bad_rows_are_left_out(
     service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +184,7 @@ def test_items_without_gold_are_errors_of_the_grader_and_bad_rows_are_left_out(
     assert f"left out: {items}:2: a row without an id" in captured.err
     assert "1 could not be judged" in captured.out
     verdicts = lines(tmp_path / "run" / "in-domain" / "verdicts-final@1.jsonl")
-    assert [(row["item"], row["outcome"], row["reason_code"]) for row in verdicts] == [
+    assert sorted((row["item"], row["outcome"], row["reason_code"]) for row in verdicts) == [
         ("a", "error", "no_gold"),
         ("c", "correct", "equal"),
     ]
@@ -210,6 +248,8 @@ def test_an_unknown_release_and_one_that_another_answers_for_are_refused(
     items = write_items(tmp_path / "a.jsonl", 2)
     assert evaluate(service, tmp_path / "run", items, "--release", "r9") == 1
     assert "HTTP 404" in capsys.readouterr().err
+    assert list((tmp_path / "run").iterdir()) == []
+    assert evaluate(service, tmp_path / "run", items, "--release", "r0") == 0  # the typo is mended
     service.release_names.append("r1")  # answers for r0, though an engine was lent for it
     assert evaluate(service, tmp_path / "other", items, "--release", "r0") == 1
     assert "asked for an answer of release r0, got one of r1" in capsys.readouterr().err
@@ -254,6 +294,49 @@ def test_a_directory_with_another_evaluation_is_refused(
     assert f"holds another evaluation ({message})" in capsys.readouterr().err
 
 
+def test_a_directory_without_a_single_answer_is_begun_anew(service: Any, tmp_path: Path) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 2), tmp_path / "run"
+    service.faults.extend(["ok", 400, 400])
+    assert evaluate(service, out, items, "--temperature", "99") == 1
+    items = write_items(tmp_path / "a.jsonl", 3)
+    assert evaluate(service, out, items) == 0
+    [series] = json.loads((out / "summary.json").read_text())["sets"]["in-domain"]["series"]
+    assert (series["temperature"], series["outcomes"]["correct"], series["outcomes"]["failed"]) == (1.0, 3, 0)
+    assert (out / "in-domain" / "items.jsonl").read_bytes() == items.read_bytes()
+
+
+def test_a_directory_that_somebody_evaluates_into_is_refused(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 2), tmp_path / "run"
+    assert evaluate(service, out, items) == 0
+    num_asked = len(chats(service))
+    with holding(out):
+        assert evaluate(service, out, items, "--samples", "2") == 1
+        assert f"{out} is in use: another evaluation or regrade writes to it" in capsys.readouterr().err
+        assert main(["regrade", str(out), "--grader", "boxed", "--no-figures"]) == 1
+        assert f"{out} is in use" in capsys.readouterr().err
+    assert len(chats(service)) == num_asked
+    assert evaluate(service, out, items, "--samples", "2") == 0
+
+
+def test_while_answers_are_sampled_nobody_else_has_the_directory(service: Any, tmp_path: Path) -> None:
+    """The stand-in's answer is given while the command waits for it: the second one is refused, the first goes on."""
+    items, out, refused = write_items(tmp_path / "a.jsonl", 1), tmp_path / "run", []
+
+    def answer(prompt: str, index: int) -> str:
+        with pytest.raises(HarnessError, match="is in use"), holding(out):
+            pass
+        refused.append(prompt)
+        return "<final>0</final>"
+
+    service.answer = answer
+    assert evaluate(service, out, items) == 0
+    assert refused == ["0"]
+
+
 def test_changed_items_and_a_directory_of_something_else_are_refused(
     service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +358,7 @@ def test_changed_items_and_a_directory_of_something_else_are_refused(
         (["--temperature", "0", "--samples", "2"], "at temperature 0 all answers"),
         (["--temperature", "nan"], "temperature must be a number"),
         (["--concurrency", "0"], "concurrency must be at least 1"),
+        (["--grade-at-once", "0"], "grade-at-once must be at least 1"),
         (["--set", "in-domain=a.jsonl"], "the set in-domain is given twice"),
     ],
 )
@@ -283,6 +367,7 @@ def test_settings_that_mean_nothing_are_refused(
 ) -> None:
     assert evaluate(service, tmp_path / "run", write_items(tmp_path / "a.jsonl", 1), *more) == 1
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_sets_name_is_a_name(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,3 +97,38 @@ def test_mcnemars_p_is_two_sided_and_at_most_one(b: int, c: int, p: float) -> No
 def test_mcnemars_p_of_thousands_of_pairs_neither_overflows_nor_vanishes() -> None:
     assert exact_p(2400, 2600) == pytest.approx(math.erfc(199 / math.sqrt(2 * 5000)), rel=0.01)  # normal, continuity
     assert 0 < exact_p(0, 900) < 1e-200
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "items"),
+    [
+        ([0.875], 0.875, 1),
+        ([0.5] * 5, 0.5, 5),
+        ([0.0, 0.25, 0.5, 0.75, 1.0], 0.5, 5),
+        ([1.0] * 99 + [0.5], 0.995, 100),  # nearly nothing was seen of what makes items differ
+        ([0.5] * 200, 0.5, 200),
+    ],
+)
+def test_too_few_items_that_differ_get_the_interval_of_as_many_trials(
+    values: list[float], share: float, items: int
+) -> None:
+    figure = by_item(values)
+    assert figure is not None
+    assert (figure.value, figure.low, figure.high) == pytest.approx((share, *wilson(share * items, items)))
+    assert figure.high - figure.low > 0.02
+
+
+def test_one_item_alone_can_be_almost_anything() -> None:
+    """One trial of share 0.875: (0.875 + 1.92073 - 1.95996 sqrt(0.109375 + 0.960365)) / 4.84146 and its mirror."""
+    figure = by_item([0.875])
+    assert figure is not None
+    assert (figure.low, figure.high) == pytest.approx((0.15875, 0.99616), abs=5e-6)
+
+
+def test_values_up_to_another_bound_have_the_interval_of_their_shares_of_it() -> None:
+    figure = by_item([30.0] * 5, most=60)
+    assert figure is not None
+    low, high = wilson(2.5, 5)
+    assert (figure.value, figure.low, figure.high) == pytest.approx((30.0, 60 * low, 60 * high))
+    outside = by_item([-2.0, 5.0], most=1)  # of scores without bounds nothing is known but what was seen
+    assert outside is not None and (outside.value, outside.low, outside.high) == (1.5, -2.0, 5.0)

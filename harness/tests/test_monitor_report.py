@@ -1,13 +1,15 @@
 """Correlations, gates and the report: releases made by hand, figures worked out by hand."""
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reef_harness import wire
 from reef_harness.cli import main
-from reef_harness.drivers.records import Rollout
+from reef_harness.drivers.records import Records, Rollout
 from reef_harness.errors import HarnessError
 from reef_harness.monitor import Gate, Gates, Run, best, check, correlation, from_file, read_gates
 from reef_harness.monitor.figures import Reading, answers, binned, held_out, readings
@@ -116,6 +118,41 @@ def test_unique_answers_and_the_correlation_of_length_and_score_come_from_the_re
     (base,) = chain(release(0)).releases
     assert readings(base, rollouts)["length_reward_correlation"].value == pytest.approx(-1.0)
     assert "length_reward_correlation" not in readings(base, rollouts[:2])
+
+
+def test_runs_over_the_same_items_do_not_answer_a_prompt_together() -> None:
+    """Each run's group says one thing twice (1/2 unique); a stream answers a prompt once at a time, and has no rate."""
+    first = [replace(rollout("p", index, "a", 1.0), group="p/run1-0") for index in range(2)]
+    second = [replace(rollout("p", index, "b", 0.0), group="p/run2-0") for index in range(2)]
+    assert answers([*first, *second]).unique_rate == 0.5
+    assert answers([replace(each, group=None) for each in (*first, *second)]).unique_rate is None
+
+
+def write_records(path: Path, *texts: str) -> Path:
+    """The records of a driver that answered one prompt, in one group."""
+    with closing(Records(path, {"driver": "groups"})) as records:
+        name = f"p/{records.run}-0"
+        group = [replace(rollout("p", index, text, 1.0), group=name) for index, text in enumerate(texts)]
+        records.answered(group)
+        for each in group:
+            records.reported(each)
+    return path
+
+
+def test_records_given_twice_count_once_and_those_of_two_runs_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = write_records(tmp_path / "1.jsonl", "a", "a"), write_records(tmp_path / "2.jsonl", "b", "b", "b")
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text("".join(one.read_text().splitlines(keepends=True)[:4]))  # made when one was reported
+    (tmp_path / "run.json").write_text(json.dumps({"scenario": "sums", "releases": [release(0)]}))
+    records = [argument for path in (copy, one, other, other) for argument in ("--records", str(path))]
+    assert main(["report", str(tmp_path / "run.json"), *records, "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "5 rollouts in the records, 0 of them failed" in text
+    assert cells(text[text.index("## Answers") :], "r0")[1:4] == ["5", "1", f"{(1 / 2 + 1 / 3) / 2:.3f}"]
+    said = capsys.readouterr().err
+    assert f"{one} holds the run" in said and f"{other} holds the run" in said
 
 
 def test_scores_are_averaged_over_spans_of_length() -> None:

@@ -119,13 +119,19 @@ def test_changed_items_are_refused_and_so_is_a_directory_without_answers(
     assert "holds no evaluation" in capsys.readouterr().err
     assert main(["regrade", str(bank), "--grader", "final", "--against", "boxed"]) == 1
     assert "was not graded by boxed, only by final@1" in capsys.readouterr().err
-    items = tmp_path / "items.jsonl"
-    items.write_text(items.read_text().replace('"gold": "10"', '"gold": "11"'))
+    items, copy = tmp_path / "items.jsonl", bank / "in-domain" / "items.jsonl"
+    original = items.read_text()
+    items.write_text(original.replace('"gold": "10"', '"gold": "11"'))
+    assert main(["regrade", str(bank), "--grader", "final", "--no-figures"]) == 0  # by its own copy
+    copy.write_text(items.read_text())
     assert main(["regrade", str(bank), "--grader", "final"]) == 1
-    assert f"{items} was changed since the answers in {bank} were sampled" in capsys.readouterr().err
+    assert f"the items of in-domain were changed since the answers in {bank} were sampled" in capsys.readouterr().err
+    items.write_text(original)
+    assert main(["regrade", str(bank), "--grader", "final", "--no-figures"]) == 0  # by the file that was copied
+    copy.write_text(original)
     items.unlink()  # a bank that is carried elsewhere has a copy
     assert main(["regrade", str(bank), "--grader", "final", "--no-figures"]) == 0
-    (bank / "in-domain" / "items.jsonl").unlink()
+    copy.unlink()
     assert main(["regrade", str(bank), "--grader", "final"]) == 1
     assert "the items of in-domain are neither at" in capsys.readouterr().err
 

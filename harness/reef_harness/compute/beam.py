@@ -30,6 +30,8 @@ class Partial:
     whole: bool
     nonce: tuple[int, ...] = ()
     score: float = 0.0
+    receipts: tuple[str, ...] = ()  # of its parts, in order
+    releases: tuple[str, ...] = ()  # that answered them
 
 
 _START = Partial("", (), False)
@@ -123,7 +125,17 @@ class _Search:
             found.append(partial)
             if partial.whole:
                 read = self._read(partial.text)
-                self.whole.append(Candidate(partial.text, "stop", read, len(partial.ids), partial.score))
+                self.whole.append(
+                    Candidate(
+                        partial.text,
+                        "stop",
+                        read,
+                        len(partial.ids),
+                        partial.score,
+                        receipts=partial.receipts,
+                        releases=partial.releases,
+                    )
+                )
         return found
 
     def _accepted(self) -> bool:
@@ -145,7 +157,14 @@ def _join(beam: Partial, sample: Sample, boundary: str) -> Partial:
     at = tail.find(boundary)
     text = beam.text + sample.text + (tail[at:] if at >= 0 else "")
     nonce = (*beam.nonce, sample.seed, sample.index)
-    return Partial(text, beam.ids + sample.ids, at < 0, nonce)
+    return Partial(
+        text,
+        beam.ids + sample.ids,
+        at < 0,
+        nonce,
+        receipts=(*beam.receipts, sample.receipt),
+        releases=(*beam.releases, sample.release),
+    )
 
 
 def _distinct(partials: list[Partial]) -> list[Partial]:

@@ -5,8 +5,8 @@ import asyncio
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from reef_harness.compute.asker import Asker, Budget
 from reef_harness.compute.beam import Beam, beam_search
 from reef_harness.compute.best_of import best_of
 from reef_harness.compute.consistency import self_consistency
-from reef_harness.compute.outcome import Outcome
+from reef_harness.compute.outcome import Outcome, releases_of
 from reef_harness.compute.revision import changes, revise
 from reef_harness.compute.routing import route
 from reef_harness.compute.run import Method, credit, rows_table, run_each, seed_of, summarize
@@ -42,38 +42,48 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     known = "logprob-sum, logprob-mean, judge:URL,model=M,needs_gold=no"
     best.add_argument("--scorer", required=True, help=f"{known}, or {FUNCTION}")
     best.add_argument("--accept", type=float, help="stop at the first answer that scores at least this")
-    beam = _add(methods, "beam", "beam search over segments of an answer, led by a verifier")
+    beam = _add(methods, "beam", "beam search over segments of an answer, led by a verifier", samples=False)
     beam.add_argument("--verifier", required=True, help=f"{FUNCTION}: (item, partial answer) -> score")
     beam.add_argument("--boundary", required=True, help="the text that ends a segment")
     beam.add_argument("--width", type=int, default=2)
     beam.add_argument("--expansions", type=int, default=2, help="of each beam")
     beam.add_argument("--floor", type=float, help="drop what scores below")
     beam.add_argument("--accept", type=float, help="end with the first whole answer that scores at least this")
-    revision = _add(methods, "revise", "answer again after what a checker found")
+    revision = _add(methods, "revise", "answer again after what a checker found", samples=False)
     revision.add_argument("--checker", required=True, help=f"{FUNCTION}: (item, sample) -> text, or None")
     revision.add_argument("--rounds", type=int, default=2)
     routing = _add(methods, "route", "more samples where the first ones disagree; the budget is shared by all items")
     routing.add_argument("--first", type=int, default=3, help="samples that every item gets")
-    _add(methods, "coverage", "how often one of k answers is right, and where more brings little")
+    # No budget: items with long answers would have fewer of them, and the last one cut.
+    _add(methods, "coverage", "how often one of k answers is right, and where more brings little", budget=False)
 
 
 def _add(
-    methods: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, help: str
+    methods: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    help: str,
+    *,
+    samples: bool = True,
+    budget: bool = True,
 ) -> argparse.ArgumentParser:
+    """A method's parser, with the options that mean something for it."""
     parser = methods.add_parser(name, help=help)
     service.add_options(parser)
     parser.add_argument("--items", type=Path, required=True, help="JSONL, as for evaluate")
     parser.add_argument("--grader", required=True, help="see reef-harness graders; its reading of answers votes")
-    parser.add_argument("--samples", type=int, default=8, help="answers to an item at most")
-    parser.add_argument("--budget", type=int, metavar="TOKENS", help="sampled tokens for an item at most (no limit)")
-    parser.add_argument("--least", type=int, default=1, help="ask for no answer that could get fewer tokens")
+    if samples:
+        parser.add_argument("--samples", type=int, default=8, help="answers to an item at most")
+    parser.set_defaults(budget=None, least=None)
+    if budget:
+        parser.add_argument("--budget", type=int, metavar="TOKENS", help="sampled tokens for an item at most")
+        parser.add_argument("--least", type=int, help="with --budget: no answer that could get fewer tokens (1)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of one answer")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--release", help="ask this one, whatever is served")
     parser.add_argument("--limit", type=int, help="only the first so many items")
     parser.add_argument("--concurrency", type=int, default=64, help="items at a time")
-    parser.add_argument("--out", type=Path, help="JSONL file of the outcomes, with everything that was sampled")
+    parser.add_argument("--out", type=Path, help="a new JSONL file: each outcome as it ends, with its answers")
     parser.set_defaults(run=_compute)
     return parser
 
@@ -83,6 +93,7 @@ def _compute(arguments: argparse.Namespace) -> int:
 
 
 async def _compute_all(arguments: argparse.Namespace) -> int:
+    _check(arguments)
     grader = grader_of(arguments.grader)
     items, complaints = read_items(arguments.items)
     for complaint in complaints:
@@ -92,15 +103,43 @@ async def _compute_all(arguments: argparse.Namespace) -> int:
         client = await stack.enter_async_context(await service.connect(arguments))
         if arguments.release is not None:
             await stack.enter_async_context(client.engine_for(arguments.release))
-        outcomes = await _run(arguments, client, items, grader)
+        keep = stack.enter_context(_kept(arguments.out)) if arguments.out else None
+        outcomes = await _run(arguments, client, items, grader, keep)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text("".join(json.dumps(outcome.json()) + "\n" for outcome in outcomes))
         _say(f"wrote {arguments.out}")
     return await _tell(arguments, items, outcomes, grader)
 
 
-async def _run(arguments: argparse.Namespace, client: Client, items: Sequence[Item], grader: Grader) -> list[Outcome]:
+def _check(arguments: argparse.Namespace) -> None:
+    """Before anything is asked for. Raises ValueError for what means nothing, FileExistsError for outcomes there."""
+    if arguments.concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, got {arguments.concurrency}")
+    if arguments.least is not None and arguments.budget is None:
+        raise ValueError("--least says what is too little to be left of a --budget, and there is none")
+    if arguments.out and arguments.out.exists() and arguments.out.stat().st_size:
+        raise FileExistsError(f"{arguments.out} holds outcomes already: give another --out")
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[Callable[[Outcome], None]]:
+    """A function that writes an outcome to the file at once: whatever ends the command, those that ended are there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+
+        def keep(outcome: Outcome) -> None:
+            file.write(json.dumps(outcome.json()) + "\n")
+            file.flush()
+
+        yield keep
+
+
+async def _run(
+    arguments: argparse.Namespace,
+    client: Client,
+    items: Sequence[Item],
+    grader: Grader,
+    keep: Callable[[Outcome], None] | None,
+) -> list[Outcome]:
     make = partial(_asker, arguments, client)
     if arguments.method == "route":
         if arguments.budget is None:
@@ -112,16 +151,19 @@ async def _run(arguments: argparse.Namespace, client: Client, items: Sequence[It
             tokens=arguments.budget * len(items),
             first=arguments.first,
             most=arguments.samples,
-            least=arguments.least,
+            least=arguments.least or 1,
+            concurrency=arguments.concurrency,
+            progress=keep,
         )
-    return await run_each(items, make, _method(arguments, grader), concurrency=arguments.concurrency)
+    method = _method(arguments, grader)
+    return await run_each(items, make, method, concurrency=arguments.concurrency, progress=keep)
 
 
 def _asker(arguments: argparse.Namespace, client: Client, item: Item) -> Asker:
     samples = arguments.samples if arguments.method in ("vote", "best-of", "coverage") else None
     return Asker(
         client,
-        Budget(arguments.budget, samples, arguments.least),
+        Budget(arguments.budget, samples, arguments.least or 1),
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         seed=seed_of(arguments.seed, item),
@@ -131,7 +173,7 @@ def _asker(arguments: argparse.Namespace, client: Client, item: Item) -> Asker:
 
 
 def _method(arguments: argparse.Namespace, grader: Grader) -> Method:
-    read, samples = grader.read, arguments.samples
+    read = grader.read
     if arguments.method == "beam":
         how = Beam(
             arguments.boundary,
@@ -147,15 +189,24 @@ def _method(arguments: argparse.Namespace, grader: Grader) -> Method:
         return lambda asker, item: revise(asker, item, read, check, arguments.rounds)
     if arguments.method == "best-of":
         score = scorer_of(arguments.scorer)
-        return lambda asker, item: best_of(asker, item, read, score, samples, accept=arguments.accept)
+        return lambda asker, item: best_of(asker, item, read, score, arguments.samples, accept=arguments.accept)
     early_stop = arguments.method == "vote" and not arguments.all
-    return lambda asker, item: self_consistency(asker, item, read, samples, early_stop=early_stop)
+    return lambda asker, item: self_consistency(asker, item, read, arguments.samples, early_stop=early_stop)
 
 
 async def _tell(
     arguments: argparse.Namespace, items: Sequence[Item], outcomes: Sequence[Outcome], grader: Grader
 ) -> int:
     """Print what came of it; 1 where nothing could be graded."""
+    if len(releases := releases_of(outcomes)) > 1:
+        counts = ", ".join(f"{name}: {count}" for name, count in sorted(releases.items()))
+        print(
+            f"The answers are of {len(releases)} releases ({counts}): the service took up new ones meanwhile, and "
+            "these numbers are of none of them alone. With --release they would be of one.\n"
+        )
+    for outcome in outcomes:
+        if outcome.error:
+            _say(f"{outcome.item}: {outcome.error}")
     if arguments.method == "coverage":
         print(coverage.text_of(await coverage.counts(items, outcomes, grader)))
         return 0
@@ -168,9 +219,6 @@ async def _tell(
             f"right to wrong {found.right_to_wrong}, wrong to right {found.wrong_to_right}, "
             f"stayed right {found.right_to_right}, stayed wrong {found.wrong_to_wrong}"
         )
-    for outcome in outcomes:
-        if outcome.error:
-            _say(f"{outcome.item}: {outcome.error}")
     return 0 if row.accuracy else 1
 
 

@@ -44,7 +44,15 @@ async def self_consistency(
 def candidate_of(sample: Sample, read: Read, score: float | None = None) -> Candidate:
     """A whole answer as a candidate; one that was cut says nothing that could be relied on."""
     whole = sample.finish_reason == "stop"
-    return Candidate(sample.text, sample.finish_reason, read(sample.text) if whole else None, sample.num_tokens, score)
+    return Candidate(
+        sample.text,
+        sample.finish_reason,
+        read(sample.text) if whole else None,
+        sample.num_tokens,
+        score,
+        receipts=(sample.receipt,),
+        releases=(sample.release,),
+    )
 
 
 def winners(trace: Sequence[Candidate], votes: Votes) -> tuple[Candidate, ...]:

@@ -17,8 +17,11 @@ Counts = list[tuple[int, int]]  # of each item: answers, right ones
 async def counts(items: Sequence[Item], outcomes: Sequence[Outcome], grader: Grader) -> Counts:
     """Judge every answer of every trace. Items of which an answer cannot be judged are left out.
 
-    Raises HarnessError where none is left.
+    Raises HarnessError where none is left, ValueError where a budget of tokens ended the draws of an item: how many
+    answers it has then depends on how long they are, the last of them is cut, and no share of them is a fair one.
     """
+    if any(outcome.stopped_by == "budget" for outcome in outcomes):
+        raise ValueError("a coverage curve needs as many answers as were asked for: draw them without a budget")
     found: Counts = []
     for item, outcome in zip(items, outcomes, strict=True):
         verdicts = [await grader.judge(item, each.text, each.finish_reason) for each in outcome.trace]
@@ -30,15 +33,19 @@ async def counts(items: Sequence[Item], outcomes: Sequence[Outcome], grader: Gra
 
 
 def text_of(found: Counts) -> str:
-    """The curve for every k that all items have, its knee, and what 1 - (1 - p)^k says of the mean chance p."""
-    most = min(n for n, _ in found)
+    """The curve, its knee, and what 1 - (1 - p)^k says of the mean chance p.
+
+    An item with fewer than k answers is left out of that k, as in every pass@k; the table says how many are in.
+    """
+    least, most = min(n for n, _ in found), max(n for n, _ in found)
     p = sum(right / n for n, right in found) / len(found)
     points = curve(found, range(1, most + 1))
     at = knee(list(points), [figure.value for figure in points.values()]) if most > 1 else None
     rows = [
-        (f"{k}{' (knee)' if position == at else ''}", share(figure), f"{coverage(p, k):.3f}")
+        (f"{k}{' (knee)' if position == at else ''}", share(figure), f"{coverage(p, k):.3f}", str(figure.items))
         for position, (k, figure) in enumerate(points.items())
     ]
-    return f"{len(found)} items, {most} answers each, mean chance p = {p:.3f}\n\n" + table(
-        ("k", "one of k is right", "1 - (1 - p)^k"), rows
+    answers = f"{most} answers each" if least == most else f"{least} to {most} answers each"
+    return f"{len(found)} items, {answers}, mean chance p = {p:.3f}\n\n" + table(
+        ("k", "one of k is right", "1 - (1 - p)^k", "items"), rows
     )

@@ -1,5 +1,6 @@
 """What a method comes to: the answer it chose, what led to it, and what that cost."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -38,6 +39,7 @@ class Candidate:
     """An answer that could be chosen. ``answer`` is what it says, None where it cannot be read.
 
     ``num_tokens`` of its tokens were sampled; ``score`` is what a scorer or verifier gave it, None where none did.
+    ``receipts`` and ``releases`` are of the requests that it came from, in order: one, or one for each of its parts.
     """
 
     text: str
@@ -46,6 +48,8 @@ class Candidate:
     num_tokens: int
     score: float | None = None
     note: str = ""  # for people: what a checker found
+    receipts: tuple[str, ...] = ()
+    releases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,11 @@ class Outcome:
     def json(self) -> Json:
         """A line of a file of outcomes."""
         return {**asdict(self), "answer": self.answer}
+
+
+def releases_of(outcomes: Sequence[Outcome]) -> Counter[str]:
+    """How many candidates each release answered, in whole or in part."""
+    return Counter(release for outcome in outcomes for each in outcome.trace for release in set(each.releases))
 
 
 def total(outcomes: Sequence[Outcome]) -> Spent:

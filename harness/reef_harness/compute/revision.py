@@ -17,8 +17,8 @@ async def revise(asker: Asker, item: Item, read: Read, check: Check, rounds: int
     """Answer, and answer again up to ``rounds`` times, each time after what the checker found in the answer before.
 
     The model is shown the item, its last answer and the finding, so the prompt does not grow from round to round.
-    Chosen is the answer in which nothing was found, else the last that can be read, else the last. An answer that was
-    cut is told to be unfinished. Raises ValueError for ``rounds`` below 0.
+    Chosen is the answer in which nothing was found, whether it can be read or not, else the last that can be read,
+    else the last. An answer that was cut is told to be unfinished. Raises ValueError for ``rounds`` below 0.
     """
     if rounds < 0:
         raise ValueError(f"rounds must be at least 0, got {rounds}")
@@ -40,7 +40,8 @@ async def revise(asker: Asker, item: Item, read: Read, check: Check, rounds: int
             {"role": "assistant", "content": found[0].text},
             {"role": "user", "content": finding},
         ]
-    readable = [each for each in trace if each.answer is not None]
+    # What the checker accepted counts, read or not: the readable one before it is the one that it found fault with.
+    readable = [] if stopped_by == "accepted" else [each for each in trace if each.answer is not None]
     return Outcome(item.id, tuple((readable or trace)[-1:]), asker.spent, stopped_by, tuple(trace))
 
 

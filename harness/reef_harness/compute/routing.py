@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from reef_harness.compute.asker import Asker, Budget
@@ -15,14 +15,26 @@ from reef_harness.types import Item
 
 
 async def route(
-    askers: Sequence[Asker], items: Sequence[Item], read: Read, *, tokens: int, first: int, most: int, least: int = 1
+    askers: Sequence[Asker],
+    items: Sequence[Item],
+    read: Read,
+    *,
+    tokens: int,
+    first: int,
+    most: int,
+    least: int = 1,
+    concurrency: int = 64,
+    progress: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
     """Vote on every item, with ``tokens`` sampled tokens for all of them together, never more.
 
     Each item gets ``first`` answers; what is left then is shared out by the entropy of what they say, up to ``most``
-    answers to an item. Items whose first answers agree get no more. ``least`` is that of :class:`Budget`. Raises
-    ValueError unless 1 <= first <= most and every item can have its share of ``tokens``.
+    answers to an item. Items whose first answers agree get no more. ``least`` is that of :class:`Budget`. At most
+    ``concurrency`` items are asked for at a time; ``progress`` gets each outcome as it ends. Raises ValueError unless
+    1 <= first <= most and every item can have its share of ``tokens``, and for a ``concurrency`` below 1.
     """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, got {concurrency}")
     if not 1 <= first <= most:
         raise ValueError(f"routing needs 1 <= first <= most, got {first} and {most}")
     share = tokens // len(items) if items else 0
@@ -30,13 +42,24 @@ async def route(
         raise ValueError(f"{tokens} tokens are too few for {len(items)} items")
     for asker in askers:
         asker.limit(Budget(share, first, least))
-    drawn = await asyncio.gather(*(_draw(*each, read, first) for each in zip(askers, items, strict=True)))
+    slots = asyncio.Semaphore(concurrency)
+
+    async def draw(asker: Asker, item: Item) -> Drawn:
+        async with slots:
+            return await _draw(asker, item, read, first)
+
+    async def vote(asker: Asker, item: Item, found: Drawn) -> Outcome:
+        async with slots:
+            outcome = await _vote(asker, item, found, read, most)
+        if progress:
+            progress(outcome)
+        return outcome
+
+    drawn = await asyncio.gather(*map(draw, askers, items))
     left = tokens - sum(asker.spent.sampled_tokens for asker in askers)
     for asker, more in zip(askers, share_out([_need(found) for found in drawn], left), strict=True):
         asker.limit(Budget(max(1, asker.spent.sampled_tokens + more), most, least))
-    return await asyncio.gather(
-        *(_vote(*each, read, most) for each in zip(askers, items, drawn, strict=True)),
-    )
+    return await asyncio.gather(*map(vote, askers, items, drawn))
 
 
 Drawn = list[Candidate] | HarnessError

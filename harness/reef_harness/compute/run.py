@@ -4,10 +4,10 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reef_harness.compute.asker import Asker
-from reef_harness.compute.outcome import Candidate, Outcome, Spent, total
+from reef_harness.compute.outcome import Candidate, Outcome, Spent, releases_of, total
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.intervals import Figure, by_item
 from reef_harness.evaluation.table import share, table
@@ -22,7 +22,8 @@ class Row:
     """A method's result. Of a tie, an item counts with the chance that a random one of the tied answers is right.
 
     ``accuracy`` is over the items that were answered and graded, None where there is none; items in ``errors`` could
-    not be asked or judged, and are left out. ``expected`` is what a closed form says, where there is one.
+    not be asked or judged, and are left out. ``expected`` is what a closed form says, where there is one. ``releases``
+    counts the candidates that each release answered: where there are several, the row is of none of them.
     """
 
     method: str
@@ -34,6 +35,7 @@ class Row:
     errors: int
     stopped_by: dict[str, int]
     expected: float | None = None
+    releases: dict[str, int] = field(default_factory=dict)
 
 
 def seed_of(seed: int, item: Item) -> int:
@@ -56,8 +58,11 @@ async def run_each(
 ) -> list[Outcome]:
     """``method`` on every item with an asker of its own, ``concurrency`` items at a time.
 
-    A request that fails ends its item with an ``error``, and the others go on.
+    A request that fails ends its item with an ``error``, and the others go on. ``progress`` gets each outcome as it
+    ends. Raises ValueError for a ``concurrency`` below 1.
     """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, got {concurrency}")
     slots = asyncio.Semaphore(concurrency)
 
     async def one(item: Item) -> Outcome:
@@ -103,6 +108,7 @@ async def summarize(
         len(items) - len(known),
         dict(Counter(outcome.stopped_by for outcome in outcomes)),
         expected,
+        dict(releases_of(outcomes)),
     )
 
 

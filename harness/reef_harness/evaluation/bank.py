@@ -6,14 +6,16 @@ DIR/SET/verdicts-GRADER@VERSION.jsonl     what a grader says of them
 DIR/summary.json, table.md, *.png         what is made of both
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from shutil import copyfile
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -59,20 +61,22 @@ class Bank:
     def begin(cls, path: Path, asked: Asked, url: str) -> "Bank":
         """A new bank, or the one that is there if it asks for the same: then more samples may be asked for.
 
-        Raises HarnessError where it holds something else.
+        One without a single answer is begun anew, whatever it asks for. Call it under :func:`holding`. Raises
+        HarnessError where it holds something else.
         """
+        bank = cls(path, asked, {"created_at": now(), "graders": [], "answered_by": {}})
         if (path / "run.json").exists():
-            bank = cls.open(path)
-            bank._go_on(asked)
+            there = cls.open(path)
+            if there._is_bare():
+                there._clear()
+            else:
+                there._go_on(asked)
+                bank = there
         elif path.exists() and any(path.iterdir()):
             raise HarnessError(f"{path} is no evaluation's directory and not empty")
-        else:
-            path.mkdir(parents=True, exist_ok=True)
-            bank = cls(path, asked, {"created_at": now(), "graders": [], "answered_by": {}})
-        for name, file in bank.asked.sets.items():
-            if not bank._copy(name).exists():
-                bank._copy(name).parent.mkdir(exist_ok=True)
-                copyfile(file.path, bank._copy(name))
+        path.mkdir(parents=True, exist_ok=True)
+        for name in bank.asked.sets:
+            bank._keep_items(name)
         bank._rest["url"] = url
         bank.save()
         return bank
@@ -110,23 +114,50 @@ class Bank:
     # ---- what it holds
 
     def items(self, name: str) -> list[Item]:
-        """The items of a set, as they were when the answers were sampled; from the copy where their file is gone.
+        """The items of a set, as they were when the answers were sampled: those of the copy, else those of their file.
 
-        Raises HarnessError where the file is there and was changed: the answers are to something else.
+        Raises HarnessError where neither is as it was: the answers are to something else.
         """
         file = self.asked.sets[name]
-        path = Path(file.path) if Path(file.path).exists() else self._copy(name)
-        if not path.exists():
-            raise HarnessError(f"{self.path}: the items of {name} are neither at {file.path} nor at {path} any more")
-        if (found := sha256_of(path)) != file.sha256:
+        there = [path for path in (self._copy(name), Path(file.path)) if path.exists()]
+        for path in there:
+            if sha256_of(path) == file.sha256:
+                return read_items(path)[0]
+        if not there:
             raise HarnessError(
-                f"{path} was changed since the answers in {self.path} were sampled: its sha256 is {found[:12]}…, "
-                f"it was {file.sha256[:12]}…; sample again into another directory"
+                f"{self.path}: the items of {name} are neither at {self._copy(name)} nor at {file.path} any more"
             )
-        return read_items(path)[0]
+        found = ", that of ".join(f"{path} is {sha256_of(path)[:12]}…" for path in there)
+        raise HarnessError(
+            f"the items of {name} were changed since the answers in {self.path} were sampled: their sha256 was "
+            f"{file.sha256[:12]}…, that of {found}; sample again into another directory"
+        )
 
     def _copy(self, name: str) -> Path:
         return self.path / name / "items.jsonl"
+
+    def _keep_items(self, name: str) -> None:
+        """Have an intact copy of a set's items. Raises HarnessError where their file changed since it was read."""
+        file, copy = self.asked.sets[name], self._copy(name)
+        if copy.exists() and sha256_of(copy) == file.sha256:
+            return
+        content = Path(file.path).read_bytes()
+        if hashlib.sha256(content).hexdigest() != file.sha256:
+            raise HarnessError(f"{file.path} was changed a moment ago: begin again")
+        copy.parent.mkdir(exist_ok=True)
+        unfinished = copy.with_name(copy.name + ".new")
+        unfinished.write_bytes(content)
+        unfinished.replace(copy)
+
+    def _is_bare(self) -> bool:
+        """Whether no set has an answer: errors, which are lines too, are none."""
+        return all(each.error for name in self.asked.sets for each in read_responses(self.responses_file(name)))
+
+    def _clear(self) -> None:
+        """Take away what a bank without answers holds: the copies of its items, its errors, verdicts on nothing."""
+        for name in self.asked.sets:
+            for file in (self._copy(name), self.responses_file(name), *(self.path / name).glob("verdicts-*.jsonl")):
+                file.unlink(missing_ok=True)
 
     def responses_file(self, name: str) -> Path:
         """Where the answers to a set are."""
@@ -198,6 +229,27 @@ class Bank:
         if different := _differences(before, after):
             raise HarnessError(f"{self.path} holds another evaluation ({different}): give another --out")
         self.asked = after
+
+
+@contextmanager
+def holding(path: Path) -> Iterator[None]:
+    """Within the block nobody else samples or grades into the directory ``path``, which is there.
+
+    The lock is the operating system's and ends with the process. Raises HarnessError where somebody else has it, or
+    there is no such directory.
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        raise HarnessError(f"{path} holds no evaluation (it is no directory)") from None
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise HarnessError(f"{path} is in use: another evaluation or regrade writes to it") from None
+        yield
+    finally:
+        os.close(directory)
 
 
 def items_file(path: Path) -> tuple[ItemsFile, list[Item], list[str]]:

@@ -13,7 +13,7 @@ from reef_harness import service
 from reef_harness.client import TIMEOUT_S
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation import compare, measure, regrade, scorer
-from reef_harness.evaluation.bank import Asked, Bank, ItemsFile, check_set_name, items_file, write_json
+from reef_harness.evaluation.bank import Asked, Bank, ItemsFile, check_set_name, holding, items_file, write_json
 from reef_harness.evaluation.calibration import BINS, calibration
 from reef_harness.evaluation.contamination import overlaps
 from reef_harness.evaluation.items import read_prompts
@@ -93,20 +93,30 @@ async def _evaluate_all(arguments: argparse.Namespace) -> int:
         arguments.seed,
         arguments.logprobs,
     )
+    _check_at_least_one("concurrency", arguments.concurrency)
+    _check_at_least_one("grade-at-once", arguments.grade_at_once)
     grader = grader_of(arguments.grader)
     sets = _read_sets([(IN_DOMAIN, arguments.items), *arguments.sets])
     async with await service.connect(arguments, timeout_s=arguments.timeout_s) as client:
         asked = Asked(client.scenario or "", arguments.release, settings, sets)
-        bank = Bank.begin(arguments.out, asked, client.url)
-        async with client.engine_for(arguments.release) if arguments.release else nullcontext():
-            await measure.fill(bank, client, concurrency=arguments.concurrency)
-        by = await measure.judge(bank, grader, at_once=arguments.grade_at_once)
-        found = _write(bank, by, arguments.figures)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        with holding(arguments.out):
+            # The release first: where there is none such, nothing is written.
+            async with client.engine_for(arguments.release) if arguments.release else nullcontext():
+                bank = Bank.begin(arguments.out, asked, client.url)
+                await measure.fill(bank, client, concurrency=arguments.concurrency)
+            by = await measure.judge(bank, grader, at_once=arguments.grade_at_once)
+            found = _write(bank, by, arguments.figures)
         if arguments.store:
             release = measure.one_release(found)
             await client.store_evaluation(release, measure.stored_summary(bank, by, found))
             _say(f"stored on release {release}")
     return 0 if _all_measured(bank, by, found) else 1
+
+
+def _check_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _read_sets(files: list[tuple[str, Path]]) -> dict[str, ItemsFile]:
@@ -152,6 +162,12 @@ def _add_regrade(parser: argparse.ArgumentParser) -> None:
 
 
 def _regrade(arguments: argparse.Namespace) -> int:
+    _check_at_least_one("grade-at-once", arguments.grade_at_once)
+    with holding(arguments.dir):
+        return _regrade_held(arguments)
+
+
+def _regrade_held(arguments: argparse.Namespace) -> int:
     bank = Bank.open(arguments.dir)
     old = bank.grader(arguments.against)
     new = asyncio.run(measure.judge(bank, grader_of(arguments.grader), at_once=arguments.grade_at_once))

@@ -57,7 +57,7 @@ def overlaps(train: Iterable[Named], held_out: Sequence[Named], *, at_least: flo
         index.compare(name, normal(prompt), at_least)
     found = [
         Overlap(name, tuple(of.exact), of.num_exact, tuple(sorted(of.near, reverse=True)), of.num_near)
-        for name, of in index.seen.items()
+        for (name, _), of in zip(held_out, index.seen, strict=True)
         if of.num_exact or of.num_near
     ]
     return sorted(found, key=lambda each: (not each.num_exact, -max((share for share, _ in each.near), default=0.0)))
@@ -74,40 +74,44 @@ _WORD = re.compile(r"""\d+(?:[.,]\d+)+|[^\W_]+|[^\w\s.,;:!?"'`()\[\]{}]""")
 
 
 class _Index:
-    """The held-out side: whose whole prompt a digest is, whose n-gram, and what was seen of each."""
+    """The held-out side: whose whole prompt a digest is, whose n-gram, and what was seen of each, all by position.
+
+    Names are for people: two prompts may have the same one.
+    """
 
     def __init__(self, held_out: Sequence[Named]) -> None:
-        self.seen = {name: _Seen() for name, _ in held_out}
-        self._wholes: dict[bytes, list[str]] = {}
-        self._grams: dict[bytes, list[str]] = {}
+        self.seen = [_Seen() for _ in held_out]
+        self._wholes: dict[bytes, list[int]] = {}
+        self._grams: dict[bytes, list[int]] = {}
         self._some_are_short = False
-        for name, prompt in held_out:
+        for position, (_, prompt) in enumerate(held_out):
             text = normal(prompt)
-            self._wholes.setdefault(_digest(text), []).append(name)
+            self._wholes.setdefault(_digest(text), []).append(position)
             grams = set(_word_grams(text))
             if not grams:
                 grams, self._some_are_short = set(_character_grams(text)), True
             for gram in grams:
-                self._grams.setdefault(gram, []).append(name)
-        for gram in [gram for gram, names in self._grams.items() if len(names) > COMMON]:
+                self._grams.setdefault(gram, []).append(position)
+        for gram in [gram for gram, positions in self._grams.items() if len(positions) > COMMON]:
             del self._grams[gram]
-        for names in self._grams.values():
-            for name in names:
-                self.seen[name].size += 1
+        for positions in self._grams.values():
+            for position in positions:
+                self.seen[position].size += 1
 
     def compare(self, name: str, text: str, at_least: float) -> None:
         """Compare one training prompt, in normal form, with all held-out ones."""
         same = self._wholes.get(_digest(text), [])
-        for id in same:
-            self.seen[id].num_exact += 1
-            if len(self.seen[id].exact) < PAIRS:
-                self.seen[id].exact.append(name)
+        for position in same:
+            of = self.seen[position]
+            of.num_exact += 1
+            if len(of.exact) < PAIRS:
+                of.exact.append(name)
         grams = {*_word_grams(text), *(_character_grams(text) if self._some_are_short else ())}
-        shared = Counter(id for gram in grams for id in self._grams.get(gram, ()))
-        for id, count in shared.items():
-            of = self.seen[id]
+        shared = Counter(position for gram in grams for position in self._grams.get(gram, ()))
+        for position, count in shared.items():
+            of = self.seen[position]
             share = count / of.size
-            if share >= at_least and id not in same:
+            if share >= at_least and position not in same:
                 of.num_near += 1
                 push = heappush if len(of.near) < PAIRS else heappushpop
                 push(of.near, (share, name))

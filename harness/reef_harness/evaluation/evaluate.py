@@ -4,7 +4,7 @@ What the command ``reef-harness evaluate`` does with several answers and a direc
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reef_harness.client import Client
@@ -34,7 +34,8 @@ class Answer:
 class Evaluation:
     """The result. Shares are of the graded answers; ``low`` and ``high`` are the 95% Wilson interval of ``accuracy``.
 
-    ``release`` is the one that gave most answers (all, unless the service trained meanwhile).
+    ``releases`` says which release gave how many of the graded answers, ``release`` is the one that gave most: all,
+    unless the service took up a new one meanwhile. Then the numbers are of none of them, and :meth:`summary` refuses.
     """
 
     correct: int
@@ -46,10 +47,20 @@ class Evaluation:
     format_valid: float
     mean_tokens: float
     release: str
+    releases: Mapping[str, int]
     answers: tuple[Answer, ...] = field(repr=False)
 
     def summary(self) -> Json:
-        """The numbers, as JSON: what is stored on a release."""
+        """The numbers, as JSON: what is stored on a release.
+
+        Raises HarnessError where several releases answered.
+        """
+        if len(self.releases) > 1:
+            counts = ", ".join(f"{name}: {count}" for name, count in sorted(self.releases.items()))
+            raise HarnessError(
+                f"the answers are of {len(self.releases)} releases ({counts}), so they measure none of them: "
+                "evaluate(..., release=...) has one of them answer"
+            )
         return {
             "accuracy": self.accuracy,
             "low": self.low,
@@ -107,6 +118,7 @@ def _evaluation(answers: list[Answer]) -> Evaluation:
         raise HarnessError(f"none of {len(answers)} items could be evaluated; the first said: {_first_word(answers)}")
     correct = sum(verdict.correct for _, verdict in judged)
     low, high = wilson(correct, len(judged))
+    releases = Counter(response.release or "" for response, _ in judged)
     return Evaluation(
         correct=correct,
         graded=len(judged),
@@ -116,7 +128,8 @@ def _evaluation(answers: list[Answer]) -> Evaluation:
         high=high,
         format_valid=sum(verdict.format_valid for _, verdict in judged) / len(judged),
         mean_tokens=sum(response.completion_tokens or 0 for response, _ in judged) / len(judged),
-        release=Counter(response.release or "" for response, _ in judged).most_common(1)[0][0],
+        release=releases.most_common(1)[0][0],
+        releases=dict(releases),
         answers=tuple(answers),
     )
 

@@ -25,6 +25,8 @@ Found = Mapping[str, Sequence[Series]]  # by set
 async def fill(bank: Bank, client: Client, *, concurrency: int) -> None:
     """Sample the answers that the bank lacks, errors among them once more, and keep each as it comes.
 
+    Call it, and :func:`judge`, under :func:`reef_harness.evaluation.bank.holding`: two at once would ask twice.
+
     Raises HarnessError where no answer can come any more; what came is kept, and the next call goes on from there.
     """
     try:
@@ -73,7 +75,13 @@ def summarize_bank(bank: Bank, grader: str, *, seed: int = 0) -> dict[str, list[
     asked = bank.asked.settings.asked()
     return {
         name: [
-            summarize(candidates, temperature, asked[temperature], seed=seed)
+            summarize(
+                candidates,
+                temperature,
+                asked[temperature],
+                max_tokens=bank.asked.settings.max_tokens,
+                seed=seed,
+            )
             for temperature, candidates in by_temperature(
                 bank.items(name), bank.responses(name), bank.verdicts(name, grader)
             ).items()

@@ -167,10 +167,12 @@ class Series:
         }
 
 
-def summarize(candidates: Sequence[Candidates], temperature: float, samples: int, *, seed: int = 0) -> Series:
-    """The numbers of one series; ``samples`` answers were asked for to each item. ``seed`` is of the bootstrap.
+def summarize(
+    candidates: Sequence[Candidates], temperature: float, samples: int, *, max_tokens: int = 1, seed: int = 0
+) -> Series:
+    """The numbers of one series; ``samples`` answers of at most ``max_tokens`` were asked for to each item.
 
-    Raises ValueError for no items.
+    ``seed`` is of the bootstrap. Raises ValueError for no items.
     """
     if not candidates:
         raise ValueError("no items, no numbers")
@@ -190,7 +192,7 @@ def summarize(candidates: Sequence[Candidates], temperature: float, samples: int
         pass_at_k=curve([(len(each.judged), each.right) for each in candidates], ks_up_to(samples), seed=seed),
         votes=_votes(candidates, seed) if samples > 1 else None,
         best_by_logprob=_best_by_logprob(candidates, seed) if samples > 1 else None,
-        tokens=_tokens(candidates, seed),
+        tokens=_tokens(candidates, max_tokens, seed),
         truncated=_mean(
             candidates, lambda each: [float(r.finish_reason == "length") for r in each.responses if not r.error], seed
         ),
@@ -226,8 +228,9 @@ def _outcomes(candidates: Sequence[Candidates], samples: int) -> dict[str, int]:
 
 
 def _votes(candidates: Sequence[Candidates], seed: int) -> Votes | None:
-    """None where the grader reads no answers, or no answer could be read."""
-    votes = [majority([v.answer for v in each.judged], [v.correct for v in each.judged]) for each in candidates]
+    """Over the items that have a judged answer. None where the grader reads no answers, or no answer could be read."""
+    found = [each.judged for each in candidates if each.judged]
+    votes = [majority([v.answer for v in judged], [v.correct for v in judged]) for judged in found]
     outcomes = Counter(vote.pick for vote in votes)
     right = by_item([float(vote.pick == "right") for vote in votes], seed=seed)
     expected = by_item([vote.expected for vote in votes], seed=seed)
@@ -237,12 +240,17 @@ def _votes(candidates: Sequence[Candidates], seed: int) -> Votes | None:
 
 
 def _best_by_logprob(candidates: Sequence[Candidates], seed: int) -> Figure | None:
-    """How often the answer with the highest mean log-probability is right; None where none was asked for."""
+    """How often the answer with the highest mean log-probability is right; None where none was asked for.
+
+    Over the items that have a judged answer: of the others nothing could be picked, which says nothing of the model.
+    """
     values = []
     for each in candidates:
         pairs = [(r, v) for r, v in zip(each.responses, each.verdicts, strict=True) if v is not None and v.graded]
         if any(r.logprob_sum is None for r, _ in pairs):
             return None
+        if not pairs:
+            continue
         best = best_of(
             [r.logprob_sum / max(r.completion_tokens or 1, 1) for r, _ in pairs if r.logprob_sum is not None]
         )
@@ -250,15 +258,16 @@ def _best_by_logprob(candidates: Sequence[Candidates], seed: int) -> Figure | No
     return by_item(values, seed=seed)
 
 
-def _tokens(candidates: Sequence[Candidates], seed: int) -> Tokens | None:
+def _tokens(candidates: Sequence[Candidates], max_tokens: int, seed: int) -> Tokens | None:
     lengths = [
         [response.completion_tokens or 0 for response in each.responses if response.error is None]
         for each in candidates
     ]
-    mean = by_item([sum(of_item) / len(of_item) for of_item in lengths if of_item], seed=seed)
+    ordered = sorted(length for of_item in lengths for length in of_item)
+    means = [sum(of_item) / len(of_item) for of_item in lengths if of_item]
+    mean = by_item(means, most=max([max_tokens, *ordered]), seed=seed)
     if mean is None:
         return None
-    ordered = sorted(length for of_item in lengths for length in of_item)
     return Tokens(mean, quantile(ordered, 0.5), quantile(ordered, 0.9), quantile(ordered, 0.99), ordered[-1])
 
 

@@ -101,8 +101,13 @@ def notes(found: Mapping[str, Sequence[Series]]) -> list[str]:
                     f"accuracy. Were all of them wrong, it would be {series.at_least.value:.3f}."
                 )
             fewer = [f"pass@{k} is over {f.items}" for k, f in series.pass_at_k.items() if f.items < series.items]
+            if series.votes is not None and series.votes.right.items < series.items:
+                fewer.append(f"majority is over {series.votes.right.items}")
             if fewer:
                 lines.append(f"{name}, {series.name}: of {series.items} items {', '.join(fewer)}.")
+    for name, all_series in found.items():
+        if (items := all_series[0].items) < SMALL_SLICE:
+            lines.append(f"{name}: of {items} items intervals are wide, and say little.")
     if any(each.small for all_series in found.values() for series in all_series for each in series.slices):
         lines.append(f"A slice of fewer than {SMALL_SLICE} items is small: its interval says little.")
     return lines

@@ -33,7 +33,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def _report(arguments: argparse.Namespace) -> int:
     gates = gates_.read_gates(arguments.gates) if arguments.gates else gates_.DEFAULT
-    run = with_rollouts(_run(arguments), arguments.records)
+    run = with_rollouts(_run(arguments), arguments.records, _say)
     checked = gates_.check(run, gates)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)

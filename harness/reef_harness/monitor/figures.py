@@ -106,9 +106,9 @@ def of_method(readings: Mapping[str, Reading], name: str) -> Reading | None:
 class Answers:
     """What the rollouts say that one release answered (or all releases).
 
-    ``unique_rate`` is the mean, over prompts answered several times at once, of different texts by texts; None where
-    there is no such prompt. ``length_reward`` is over the rollouts that have a score; lengths are characters, since of
-    several answers to one request only the mean of the tokens is known.
+    ``unique_rate`` is the mean, over groups (prompts answered several times at once), of different texts by texts; None
+    where there is no group of two. ``length_reward`` is over the rollouts that have a score; lengths are characters,
+    since of several answers to one request only the mean of the tokens is known.
     """
 
     rollouts: int
@@ -119,10 +119,10 @@ class Answers:
 
 def answers(rollouts: Sequence[Rollout]) -> Answers:
     """Sum up rollouts."""
-    groups: dict[tuple[str, int], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     for each in rollouts:
-        if each.text is not None:
-            groups[each.item, each.occurrence].append(each.text)
+        if each.text is not None and each.group is not None:  # its name holds the run: runs share items
+            groups[each.group, each.item, each.occurrence].append(each.text)
     rates = [len(set(texts)) / len(texts) for texts in groups.values() if len(texts) > 1]
     return Answers(
         len(rollouts),

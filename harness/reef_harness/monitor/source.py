@@ -61,8 +61,25 @@ def from_file(path: Path) -> Run:
     return Run(scenario, tuple(reversed(releases)), status)
 
 
-def with_rollouts(run: Run, paths: Sequence[Path], read: Callable[[Path], list[Rollout]] = read_rollouts) -> Run:
-    """The same run with the rollouts of a driver's records; those of answers that failed are among them."""
+def with_rollouts(run: Run, paths: Sequence[Path], say: Callable[[str], None] = lambda text: None) -> Run:
+    """The same run with the rollouts of drivers' records; those of answers that failed are among them.
+
+    Records of one driver's run that are given twice (a file, or a copy of it) count once, the longer ones; ``say`` is
+    told. Raises WrongRecords for a file that is none of a driver's.
+    """
     if not paths:
         return run
-    return Run(run.scenario, run.releases, run.status, tuple(each for path in paths for each in read(path)))
+    found: dict[str, list[Rollout]] = {}
+    for path in paths:
+        rollouts, name = read_rollouts(path), _run_of(path)
+        if name in found:
+            say(f"{path} holds the run {name} once more: it is counted once")
+        found[name] = max(found.get(name, []), rollouts, key=len)
+    return Run(run.scenario, run.releases, run.status, tuple(each for rollouts in found.values() for each in rollouts))
+
+
+def _run_of(path: Path) -> str:
+    """The name of the run that a driver's records are of, "" for a file without a line yet."""
+    with path.open("rb") as file:
+        first = file.readline()
+    return str(json.loads(first).get("run")) if first.endswith(b"\n") else ""
