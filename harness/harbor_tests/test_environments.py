@@ -194,3 +194,20 @@ def test_a_task_that_allows_no_internet_has_a_network_of_its_own(kind: Kind, tmp
         assert [line.split(":")[0].strip() for line in devices.splitlines()] == ["lo"]
 
     within(kind, tmp_path, work, NetworkPolicy(network_mode=NetworkMode.NO_NETWORK))
+
+
+@BOTH
+def test_nobody_else_of_this_host_reaches_what_is_made_in_an_environment(kind: Kind, tmp_path: Path) -> None:
+    """A set-uid program of root's in /tmp would make every user of the host root."""
+
+    async def work(environment: HostDirEnvironment) -> None:
+        made = await environment.exec("cp /usr/bin/id /app/id; chmod 4755 /app/id; stat -c %a /app/id")
+        assert made.stdout == "4755\n"
+        inside = environment._host("/app/id")
+        assert inside.exists()
+        assert [path for path in inside.parents if path.stat().st_mode & 0o077 == 0], inside
+        if os.geteuid() == 0:
+            with pytest.raises(PermissionError):
+                await asyncio.create_subprocess_exec(inside, user=65534, group=65534, extra_groups=[])
+
+    within(kind, tmp_path, work)

@@ -1,6 +1,7 @@
 """HarborAgent: several scored rollouts a trial, the releases that they make, and the verdict beside them."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -116,11 +117,26 @@ def test_without_gold_nothing_is_graded_and_the_verdict_trains_the_answer_handed
 def test_the_gold_answer_does_not_enter_the_environment(harness: Harness) -> None:
     """The folder is kept and read: neither task.toml nor tests are in what the agent's commands could have seen."""
     harness.run("kept", TASKS / "chain-below-zero", *HOSTDIR, "-O", "max_tokens=64", harbor=("--no-delete",))
-    roots = list((harness.folder / "tmp").glob("harbor-environment-*"))
+    roots = list((harness.folder / "tmp").glob("harbor-environment-*/root"))
     agents = [root for root in roots if not any((root / "tests").iterdir())]  # the other one is the verifier's
     assert (len(roots), len(agents)) == (2, 1)
     assert (agents[0] / "app" / "answer.txt").exists()
     assert not [path for path in agents[0].rglob("*") if path.name in ("task.toml", "gold.txt", "solve.sh", "test.sh")]
+
+
+@pytest.mark.parametrize(
+    "spec", ["judge:http://127.0.0.1:9/v1,model=m,rubric=/etc/passwd,key_env=REEF_API_KEY", "crashing:Marks"]
+)
+def test_a_task_chooses_no_grader_that_reaches_further_than_its_text(harness: Harness, spec: str) -> None:
+    task = harness.folder / "task"
+    shutil.copytree(TASKS / "chain-of-two", task)
+    said = (task / "task.toml").read_text()
+    (task / "task.toml").write_text(said.replace('grader = "final"', f'grader = "{spec}"'))
+    job = harness.run("theirs", task, *HOSTDIR, "-O", "rollouts=2")
+    [trial] = job.trials
+    assert trial["exception_info"]["exception_type"] == "BadTask"
+    assert f"the task names the grader {spec!r}; a task may name" in trial["exception_info"]["exception_message"]
+    assert job.reports[trial["trial_name"]]["status"] == "not_graded"
 
 
 def test_a_grader_that_is_not_known_is_refused_before_anything_runs(harness: Harness) -> None:

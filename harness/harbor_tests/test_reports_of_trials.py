@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from conftest import TASKS, Harness, Job
 
 HOSTDIR = ("--environment", "hostdir")
@@ -51,6 +52,21 @@ def test_a_trial_that_crashed_reports_nothing_though_harbor_calls_its_reward_val
     with harness.service.client() as client:
         found = [client.receipt(receipt)["reports"] for receipt in references(job)]
     assert [len(each) for each in found] == [1, 1]  # what the agent graded stands; the trial's verdict is not there
+
+
+@pytest.mark.parametrize("agent", ["CrashesAtFirst", "CrashesAtTheEnd"])
+def test_of_a_trial_that_harbor_tries_again_the_last_attempt_is_reported(harness: Harness, agent: str) -> None:
+    """The crashes count here: the first attempt's verdict would take the trial's id, and the last could not have it."""
+    ours = ("-O", f"url={harness.service.url}", "-O", f"key_file={harness.service.key_file}", *FEW)
+    environment = ("--environment", "reef_harness.harbor.environments:HostDirEnvironment")
+    twice = ("--max-retries", "1", "--pk", "graded_exceptions=RuntimeError")
+    job = harness.run("again", ONE, *environment, "--agent", f"crashing:{agent}", *ours, harbor=twice)
+    [line] = (job.folder / "reef-reports.jsonl").read_text().splitlines()
+    assert json.loads(line)["status"] == "reported", line
+    assert job.said.count("nothing reported yet: Harbor tries it again") == 1
+    with harness.service.client() as client:
+        verdict = client.report_state(json.loads(line)["report"])
+        assert verdict.raw["references"] == references(job)  # of the attempt that is left
 
 
 def test_a_service_that_is_down_is_said_and_its_reports_can_be_posted_later(harness: Harness) -> None:

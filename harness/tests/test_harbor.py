@@ -1,6 +1,7 @@
 """What of the Harbor room needs no Harbor: tasks, rollouts, the pick, verdicts, the reports of a job, the command."""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reef_harness import Client, FinalGrader, Item, Retry
+from reef_harness import Client, Completion, FinalGrader, Item, Retry
 from reef_harness.cli import main
+from reef_harness.graders import Grader, grader_of
+from reef_harness.graders import Verdict as Grade
 from reef_harness.harbor import run
 from reef_harness.harbor.reports import FILE, Reports, read
-from reef_harness.harbor.rollouts import Rollout, Rollouts, pick, references
-from reef_harness.harbor.task import BadTask, TaskSays, read_task
+from reef_harness.harbor.rollouts import Rollout, Rollouts, pick, read_by, references
+from reef_harness.harbor.task import BadTask, TaskSays, grader_of_task, read_task
 from reef_harness.harbor.verdict import NotGraded, Verdict, verdict_of
 
 QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=0.1)
@@ -64,15 +67,67 @@ def test_a_gold_answer_that_cannot_be_one_is_refused(
         read_task(task(tmp_path, metadata, gold_file))
 
 
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        ("final", "final"),
+        ("final:comparing=latex", "final"),
+        ("boxed", "boxed"),
+        ("number:where=last,tolerance=0.01", "number"),
+        ("number:tolerance=1/100", "number"),
+        ("choice:options=ABCD", "choice"),
+    ],
+)
+def test_a_task_may_name_a_grader_that_reads_text_and_its_plain_options(spec: str, kind: str) -> None:
+    assert grader_of_task(spec).id == grader_of(kind).id
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "judge:http://127.0.0.1:9/v1,model=m,rubric=/etc/passwd,key_env=REEF_API_KEY",
+        "os:system",
+        "reef_harness.graders.final:FinalGrader",  # importing is running
+        "code:isolation=process",
+        "code:wall_s=1000000",
+        "code:python=/bin/sh",
+        "math-verify:timeout_s=1000000",
+        "json-schema:timeout_s=1000000",
+        "number:tolerance=1e999999999",  # a number of a thousand million digits
+        "number:tolerance",
+        "final:unknown=1",
+        "choice:options=A/../B",
+        "finale",
+        "",
+    ],
+)
+def test_a_task_may_not_name_a_grader_that_reaches_further(spec: str) -> None:
+    with pytest.raises(BadTask, match=r"a task may name final:comparing, boxed, .*-O grader=\.\.\."):
+        grader_of_task(spec)
+
+
+@pytest.mark.parametrize("spec", ["final:comparing=nothing", "number:tolerance=1/0"])
+def test_an_option_of_a_tasks_grader_that_is_no_good_is_the_tasks_fault(spec: str) -> None:
+    with pytest.raises(BadTask, match=f"the task names the grader '{spec}': "):
+        grader_of_task(spec)
+
+
 # ---- rollouts
 
 
-def sample(service: Any, gold: str | None = "2", rollouts: int = 4, **options: Any) -> list[Rollout]:
+def sample(
+    service: Any,
+    gold: str | None = "2",
+    rollouts: int = 4,
+    grader: Grader | None = None,
+    kind: type[Client] = Client,
+    **options: Any,
+) -> list[Rollout]:
     async def whole() -> list[Rollout]:
-        async with Client(service.url, scenario="sums", retry=QUICK) as client:
+        async with kind(service.url, scenario="sums", retry=QUICK) as client:
             item = Item.from_text("reef/sum", "1+1", gold)
             asked = {"asking": {"token_ids": True}, "group": "g", "metadata": {"trial": "t"}, "pause_s": 0, **options}
-            return await Rollouts(client, item, FinalGrader(), **asked).run(rollouts, concurrency=1)
+            return await Rollouts(client, item, grader or FinalGrader(), **asked).run(rollouts, concurrency=1)
 
     return asyncio.run(whole())
 
@@ -124,7 +179,69 @@ def test_an_aborted_answer_is_neither_graded_nor_handed_in(service: Any) -> None
     assert pick(rollouts, FinalGrader()) is None
 
 
+class Broken(Grader):
+    """A user's grader with mistakes: answer 0 gets no number, 1 an exception; nothing can be read."""
+
+    id, version = "broken", "1"
+
+    def grade(self, text: str, gold: str, finish_reason: str) -> Grade:
+        """A score, of a kind."""
+        return Grade("correct", float("nan") if text == "0" else 1.0, "right", True, self.id, self.version)
+
+    async def judge(self, item: Item, text: str, finish_reason: str) -> Grade:
+        """As its parent but for answer 1."""
+        if text == "1":
+            raise RuntimeError("no luck")
+        return await super().judge(item, text, finish_reason)
+
+    def read(self, text: str) -> str | None:
+        """Fails, as Python does at a number of more than 4,300 digits."""
+        return str(10 ** int(text))
+
+
+def test_a_grader_that_fails_costs_the_rollouts_that_it_fails_at_and_no_others(service: Any) -> None:
+    texts = itertools.count()
+    service.answer = lambda prompt, index: str(next(texts))
+    rollouts = sample(service, rollouts=3, grader=Broken())
+    assert [each.error for each in rollouts] == [
+        "not graded: the score of broken 1 is nan",
+        "not graded: RuntimeError: no luck",
+        None,
+    ]
+    assert [each.scored for each in rollouts] == [False, False, True]
+    assert [body["references"] for body, _ in service.reports.values()] == [[rollouts[2].receipt]]
+
+
+class Mute(Client):
+    """A client whose first answer has no choices, and whose second is no answer at all."""
+
+    asked = 0
+
+    async def chat(self, *args: Any, **kwargs: Any) -> Completion:
+        """The service's answer, spoiled."""
+        answer = await super().chat(*args, **kwargs)
+        Mute.asked += 1
+        if Mute.asked == 2:
+            raise TypeError("'NoneType' object is not subscriptable")
+        return dataclasses.replace(answer, choices=()) if Mute.asked == 1 else answer
+
+
+def test_an_answer_without_choices_is_a_rollout_that_failed(service: Any) -> None:
+    assert [each.error for each in sample(service, rollouts=3, kind=Mute)] == [
+        "UnexpectedAnswer: 1 answers were asked for, those with the indexes [] came",
+        "TypeError: 'NoneType' object is not subscriptable",
+        None,
+    ]
+
+
 # ---- the pick
+
+
+def test_an_answer_at_which_reading_fails_does_not_vote_and_ends_nothing() -> None:
+    found = pick(answers("5000", "2", "2"), Broken())  # 10^5000 has 5,001 digits
+    assert found is not None
+    assert found.index == 1
+    assert read_by(Broken(), "5000") is None
 
 
 def answers(*texts: str, cut: Sequence[int] = ()) -> list[Rollout]:
@@ -323,6 +440,22 @@ def test_a_line_that_a_crash_cut_is_left_out(tmp_path: Path) -> None:
     assert [line["trial"] for line in read(tmp_path)] == ["a"]
 
 
+@pytest.mark.parametrize(
+    "cut", ['{"trial_name": "a', "", "[]", '{"trial_name": "a", "task_name": "t", "verifier_result": 1}']
+)
+def test_a_result_that_was_cut_short_is_a_line_and_the_others_are_reported(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], cut: str
+) -> None:
+    good = {**result(agent_result=of(asked(service))), "trial_name": "b-good"}
+    folder = job(tmp_path / "job", result(trial_name="a-cut"), good)
+    (folder / "a-cut" / "result.json").write_text(cut)
+    command = ["harbor", "report", str(folder), "--url", service.url]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert f"a-cut: it could NOT be reported: cannot read {folder / 'a-cut' / 'result.json'}: " in said
+    assert {line["trial"]: line["status"] for line in read(folder)} == {"a-cut": "failed", "b-good": "reported"}
+
+
 def test_a_folder_that_is_no_jobs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["harbor", "report", str(tmp_path)]) == 1
     assert "is no folder of a Harbor job: it has no config.json" in capsys.readouterr().err
@@ -356,9 +489,26 @@ def test_our_agent_gets_the_service_and_the_key_is_in_no_argument(tmp_path: Path
         "HARBOR_TELEMETRY": "off",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "REEF_API_KEY": "reef_secret",
-        "OPENAI_API_KEY": "reef_secret",
-        "ANTHROPIC_API_KEY": "reef_secret",
     }
+
+
+def test_keys_that_are_there_for_others_stay_what_they_are() -> None:
+    """A verifier that has a judge of its own sends what is in OPENAI_API_KEY to whom it asks."""
+    theirs = {"OPENAI_API_KEY": "sk-theirs", "ANTHROPIC_API_KEY": "sk-ant-theirs"}
+    assert run.variables_of(SERVICE, theirs).items() >= theirs.items()
+    open_one = dataclasses.replace(SERVICE, key=None)
+    assert run.variables_of(open_one, {})["REEF_API_KEY"] == "none"  # clients want one
+
+
+@pytest.mark.parametrize("agent", ["terminus-2", "codex", "claude-code"])
+def test_an_agent_that_asks_by_base_url_takes_the_key_from_its_variable(agent: str) -> None:
+    arguments = run.arguments_of("tasks@1", agent, "docker", SERVICE, [], [])
+    assert arguments[arguments.index("--api-key-name") + 1] == "REEF_API_KEY"
+
+
+@pytest.mark.parametrize("agent", ["reef", "oracle", "nop", "theirs:Agent"])
+def test_no_other_agent_is_told_of_a_key(agent: str) -> None:
+    assert "--api-key-name" not in run.arguments_of("tasks@1", agent, "docker", SERVICE, [], [])
 
 
 def test_terminus_2_is_set_so_that_it_keeps_every_turn() -> None:
@@ -387,9 +537,41 @@ def test_other_agents_get_the_scenario_in_the_base_url(agent: str, model: str, b
     assert arguments[arguments.index("--base-url") + 1] == base_url
 
 
-def test_what_a_model_writes_is_not_run_in_a_folder_of_this_host() -> None:
+def test_what_a_model_writes_is_not_run_in_a_folder_of_this_host(tmp_path: Path) -> None:
     with pytest.raises(run.HarnessError, match="hostdir is no sandbox, and terminus-2 runs what the model writes"):
-        run.arguments_of("tasks@1", "terminus-2", "hostdir", SERVICE, [], [])
+        run.arguments_of(str(tmp_path), "terminus-2", "hostdir", SERVICE, [], [])
+
+
+@pytest.mark.parametrize("agent", ["reef", "oracle", "nop"])
+def test_the_tests_of_a_dataset_are_not_run_in_a_folder_of_this_host(agent: str, tmp_path: Path) -> None:
+    with pytest.raises(run.HarnessError, match="tasks@1 is a dataset: its tests would run on this host"):
+        run.arguments_of("tasks@1", agent, "hostdir", SERVICE, [], [])
+    assert "--path" in run.arguments_of(str(tmp_path), agent, "hostdir", SERVICE, [], [])
+    assert "--dataset" in run.arguments_of("tasks@1", agent, run.ENVIRONMENTS["hostdir"], SERVICE, [], [])
+
+
+def test_only_a_folder_of_this_machine_gets_the_variables_that_it_asks_for(tmp_path: Path) -> None:
+    assert "--yes" in run.arguments_of(str(tmp_path), "reef", "docker", SERVICE, [], [])
+    assert "--yes" not in run.arguments_of("tasks@1", "reef", "docker", SERVICE, [], [])
+
+
+@pytest.mark.parametrize("tasks", ["./taks", "/no/such", "../x", "taks", "~/tasks", "a/b/c", "here/taks", "a b@1"])
+def test_a_folder_that_is_not_there_is_said(tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(run.HarnessError, match=f"no such folder: {tasks}"):
+        run.arguments_of(tasks, "reef", "docker", SERVICE, [], [])
+
+
+def test_a_file_in_the_place_of_a_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text("")
+    with pytest.raises(run.HarnessError, match=r"task\.toml is a file: expected the folder of a task"):
+        run.arguments_of(str(tmp_path / "task.toml"), "reef", "docker", SERVICE, [], [])
+
+
+@pytest.mark.parametrize("dataset", ["terminal-bench@2.0", "org/name", "org/name@sha256:ab", "a-b_c.d@head"])
+def test_a_dataset_is_handed_on_by_its_name(dataset: str) -> None:
+    assert run.arguments_of(dataset, "reef", "docker", SERVICE, [], [])[1:3] == ["--dataset", dataset]
 
 
 def test_a_python_that_is_too_old_is_said_with_what_to_do() -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from fractions import Fraction
@@ -22,6 +23,7 @@ from reef_harness.graders.final import FinalGrader
 from reef_harness.types import Item
 
 from recipes.sao.examples.imo_answerbench import checker
+from recipes.sao.examples.imo_answerbench.run import graded, last_result
 from recipes.sao.examples.imo_answerbench.write_tasks import main as write_tasks
 from recipes.sao.examples.imo_answerbench.write_tasks import write_task
 from reef import cli
@@ -196,6 +198,46 @@ def test_the_verifier_takes_what_is_right_as_the_grader_does(gold: str, answer: 
 @pytest.mark.parametrize(("gold", "answer"), [(gold, each) for gold, answers in WRONG.items() for each in answers])
 def test_the_verifier_takes_nothing_else(gold: str, answer: str) -> None:
     assert not checker.judge("boxed", f"So it is \\boxed{{{answer}}}.", gold)[0]
+
+
+@pytest.mark.parametrize("piece", ["\\pi ", "\\, ", "1 ", "{ ", "\\boxed{", "\\ a", "(", "\\frac "])
+def test_the_verifier_reads_a_megabyte_of_anything_in_no_time(piece: str) -> None:
+    long = piece * (2**20 // len(piece))
+    began = time.process_time()
+    assert not checker.judge("boxed", f"\\boxed{{{long}}}", "1/2")[0]
+    assert not checker.judge("final", f"<final>{long}</final>", "1/2")[0]
+    checker.trimmed(long)  # also where no length is looked at first
+    assert time.process_time() - began < 5  # a quadratic reading takes 13 s at this length
+
+
+def test_a_long_answer_is_right_only_where_gold_is_long_as_well() -> None:
+    gold = "x_{1}+" * 100 + "1"
+    assert checker.equivalent(gold.replace("+", " + "), gold)
+    assert not checker.equivalent("1/2" + " " * 300, "1/2")
+
+
+def test_numbers_are_compared_exactly_however_large() -> None:
+    for answer, gold in (("2^{2024}", "2^{2024}-1"), ("1", "1-\\frac{1}{2^{200}}"), ("10^{60}+7", "10^{60}")):
+        assert not checker.equivalent(answer, gold)
+
+
+def test_an_answer_file_that_is_too_large_is_worth_nothing_and_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "answer.txt").open("w") as file:
+        file.truncate(2**36)  # 64 GiB of nothing: to read it would end the verifier without a reward
+    (tmp_path / "gold.txt").write_text("1")
+    command = [sys.executable, str(EXAMPLE / "checker.py"), "boxed", *("answer.txt", "gold.txt", "reward.txt")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=30)
+    assert "no answer can be read: answer.txt has more than 16777216 bytes" in done.stdout
+    assert (tmp_path / "reward.txt").read_text() == "0\n"
+
+
+def test_a_trial_whose_result_was_cut_short_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p1__abc").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "p1__abc" / "result.json").write_text('{"trial_name": "p1__a')
+    assert last_result(tmp_path) is None
+    assert not graded(tmp_path)
+    assert "cannot read" in capsys.readouterr().err
 
 
 MARKS = r"\frac { } ( ) ^ - + / * . \cdot $ \, \boxed{ \boxed{ } \{ \} \\ \left \! , <final> </final>"

@@ -22,8 +22,8 @@ from reef_harness.errors import HarnessError
 from reef_harness.graders import Grader
 from reef_harness.graders.named import grader_of
 from reef_harness.harbor.options import HarborAgentOptions
-from reef_harness.harbor.rollouts import Rollout, Rollouts, pick, references
-from reef_harness.harbor.task import BadTask, TaskSays, read_task
+from reef_harness.harbor.rollouts import Rollout, Rollouts, pick, read_by, references
+from reef_harness.harbor.task import BadTask, TaskSays, grader_of_task, read_task
 from reef_harness.types import Item, Message
 from reef_harness.wire import Asking
 
@@ -63,8 +63,7 @@ class HarborAgent(BaseAgent):
     async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
         """Ask, grade, report, hand in. However it ends, the context holds what was done."""
         task = await asyncio.to_thread(self._task, environment)
-        spec = self.options.grader or task.grader
-        grader = grader_of(spec) if spec else None
+        grader = self._grader(task)
         if grader is None or task.gold is None:
             lacks = "gold answer" if grader else "grader"
             self.logger.info("reef: %s has no %s: nothing is graded before the verifier", task.name, lacks)
@@ -95,6 +94,12 @@ class HarborAgent(BaseAgent):
         if self.options.gold_file is None:
             return says
         return TaskSays(says.name, _gold_of(self.options.gold_file, says.name), says.grader)
+
+    def _grader(self, task: TaskSays) -> Grader | None:
+        """The one that was asked for, whatever it is, else the task's own, which may be few things only."""
+        if self.options.grader:
+            return grader_of(self.options.grader)
+        return grader_of_task(task.grader) if task.grader else None
 
     def _messages(self, instruction: str) -> tuple[Message, ...]:
         asked: Message = {"role": "user", "content": instruction.strip()}
@@ -157,13 +162,13 @@ class HarborAgent(BaseAgent):
     async def _hand_in(self, environment: BaseEnvironment, picked: Rollout, grader: Grader | None) -> None:
         text = picked.text or ""
         if self.options.answer == "read":
-            text = (grader.read(text) if grader else None) or text
+            text = read_by(grader, text) or text
         path = self.options.answer_path
         folder = shlex.quote(str(Path(path).parent))
         made = await environment.exec(f"mkdir -p {folder}", timeout_sec=30)
         if made.return_code != 0:
             raise HarnessError(f"cannot make {folder} in the environment: {made.stderr or made.stdout}")
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace", suffix=".txt") as file:
             file.write(text if text.endswith("\n") else f"{text}\n")
             file.flush()
             Path(file.name).chmod(0o644)  # it keeps its mode, and the verifier may be another user

@@ -1,5 +1,6 @@
 """``--plugin reef``: when a trial ends, the verifier's reward is reported against the trial's receipts."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from reef_harness.keys import KEY_FILE
 
 if TYPE_CHECKING:
     from harbor.job import Job
+    from harbor.models.job.config import RetryConfig
     from harbor.models.job.result import JobResult
 
 logger = harbor_logger.getChild("reef")  # so that it is in the job's log
@@ -21,6 +23,8 @@ logger = harbor_logger.getChild("reef")  # so that it is in the job's log
 
 class ReefReports(BaseJobPlugin):
     """Reports each trial once, by job and trial name; what fails is in the job's ``reef-reports.jsonl``.
+
+    Of a trial that Harbor tries several times it is the last attempt: one id cannot stand for the receipts of two.
 
     ``graded_exceptions`` is a comma-separated list of exception types that do not keep a trial from being reported. The
     key is REEF_API_KEY, else that in ``key_file``. A job that is resumed first reports what earlier lives left open.
@@ -42,24 +46,38 @@ class ReefReports(BaseJobPlugin):
         self._reports: Reports | None = None
         self._job_dir = Path()
         self._counts: dict[str, int] = {}
+        self._retry: RetryConfig | None = None
+        self._ended: Counter[str] = Counter()  # attempts of each trial, of this life of the job
 
     async def on_job_start(self, job: "Job") -> None:
         """Listen to the job's trials."""
-        self._job_dir = job.job_dir
+        self._job_dir, self._retry = job.job_dir, job.config.retry
         self._reports = Reports(job.job_dir, self._client, self._reward_key, self._graded)
         job.on_trial_ended(self.on_trial_ended)
         if job.is_resuming:
             await self._catch_up(self._reports)
 
     async def on_trial_ended(self, event: TrialHookEvent) -> None:
-        """Report one trial."""
+        """Report one trial, unless Harbor tries it again."""
         if self._reports is None:
             return
         try:
+            if self._tried_again(event):
+                logger.info("reef: %s: nothing reported yet: Harbor tries it again", event.trial_name)
+                return
             self._say(await self._reports.trial(event.result.model_dump(mode="json")))
         except Exception:  # a supervisor: whatever is wrong here must not end the other trials
             logger.exception("reef: %s: the report could not be made", event.trial_name)
             self._counts["failed"] = self._counts.get("failed", 0) + 1
+
+    def _tried_again(self, event: TrialHookEvent) -> bool:
+        """As Harbor's queue decides once its hooks are done: after an attempt that raised only what may be retried."""
+        attempt = self._ended[event.trial_name]
+        self._ended[event.trial_name] += 1
+        raised = event.result.recorded_exceptions()
+        if self._retry is None or not raised or attempt >= self._retry.max_retries:
+            return False
+        return all(self._retry.is_retryable(each.exception_type) for each in raised)
 
     async def on_job_end(self, job_result: "JobResult") -> None:
         """Say what was reported, and what is owed."""

@@ -4,6 +4,8 @@
     {"at", "trial", "task", "status": "not_graded", "reason"}                             there is nothing to report
     {"at", "trial", "task", "status": "failed", "report", "score", "reason"}              `reef-harness harbor report`
 
+A failed line has neither report nor score where the trial's result.json cannot be read.
+
 The last line of a trial counts. A report has the same id and body each time, so the service takes it once.
 """
 
@@ -38,7 +40,8 @@ class Line:
             after = f", {self.reason}" if self.reason else ""
             return f"{self.trial}: reward {self.score:g} reported: {self.state}{after} ({self.report})"
         if self.status == "failed":
-            return f"{self.trial}: reward {self.score:g} could NOT be reported: {self.reason}"
+            what = "it" if self.score is None else f"reward {self.score:g}"
+            return f"{self.trial}: {what} could NOT be reported: {self.reason}"
         return f"{self.trial}: nothing reported: {self.reason}"
 
 
@@ -60,9 +63,19 @@ class Reports:
         return line
 
     async def missing(self) -> AsyncIterator[Line]:
-        """Report every finished trial of the job that the file does not say is reported."""
+        """Report every finished trial of the job that the file does not say is reported.
+
+        A result that cannot be read is a failed line, named after its folder, and the others go on.
+        """
         reported = {line["trial"] for line in read(self._job_dir) if line["status"] == "reported"}
-        for result in results(self._job_dir):
+        for path in result_files(self._job_dir):
+            try:
+                result = read_result(path)
+            except HarnessError as error:
+                line = Line(path.parent.name, "", "failed", str(error))
+                self._write(line)
+                yield line
+                continue
             if result["trial_name"] not in reported:
                 yield await self.trial(result)
 
@@ -101,14 +114,23 @@ def read(job_dir: Path) -> list[Json]:
     return list(last.values())
 
 
-def results(job_dir: Path) -> Iterator[Json]:
-    """The finished trials of a job, by their folders' names. Raises HarnessError where it is no job's folder."""
+def result_files(job_dir: Path) -> list[Path]:
+    """The result.json of each finished trial of a job, by folder. Raises HarnessError where it is no job's folder."""
     if not (job_dir / "config.json").is_file():
         raise HarnessError(f"{job_dir} is no folder of a Harbor job: it has no config.json")
-    for path in sorted(job_dir.glob("*/result.json")):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            verdict_of(result)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise HarnessError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-        yield result
+    return sorted(job_dir.glob("*/result.json"))
+
+
+def results(job_dir: Path) -> Iterator[Json]:
+    """The finished trials of a job, by folder. Raises HarnessError where one cannot be read, or there is no job."""
+    return map(read_result, result_files(job_dir))
+
+
+def read_result(path: Path) -> Json:
+    """A finished trial. Raises HarnessError where the file is cut short or is no trial's result."""
+    try:
+        result: Json = json.loads(path.read_text(encoding="utf-8"))
+        verdict_of(result)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise HarnessError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    return result

@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reef_harness.client import Client
-from reef_harness.drivers.rollout import GRADABLE
-from reef_harness.errors import EngineFailed, HarnessError, Unreachable
+from reef_harness.drivers.rollout import GRADABLE, check_choices, no_grade
+from reef_harness.errors import EngineFailed, Unreachable
 from reef_harness.graders import Grader, Verdict
 from reef_harness.types import Completion, Item, Json, ReportState
 from reef_harness.wire import Asking
-
-_NOTHING_TO_GRADE_BY = frozenset({"no_gold", "bad_gold"})  # verdicts that are about the item: they are not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ class Rollouts:
     async def _rollout(self, index: int) -> Rollout:
         try:
             answer = await self._ask()
-        except HarnessError as error:
+        except Exception as error:  # noqa: BLE001 - a supervisor: whatever ends one rollout, the others go on
             return Rollout(index, error=_told(error))
         sampled = _sampled(index, answer)
         if not sampled.whole:
@@ -125,15 +123,23 @@ class Rollouts:
         """One answer. Where an engine failed or the connection broke, it is asked anew: nothing refers to the first."""
         for _ in range(self._retries):
             try:
-                return await self._client.chat(self._item.messages, **self._asking)
+                return await self._ask_once()
             except (EngineFailed, Unreachable):
                 await asyncio.sleep(self._pause_s)
-        return await self._client.chat(self._item.messages, **self._asking)
+        return await self._ask_once()
+
+    async def _ask_once(self) -> Completion:
+        answer = await self._client.chat(self._item.messages, **self._asking)
+        check_choices(answer, 1)
+        return answer
 
     async def _grade(self, grader: Grader, sampled: Rollout) -> Rollout:
-        verdict = await grader.judge(self._item, sampled.text or "", sampled.finish_reason or "")
-        if verdict.outcome == "error" and verdict.reason_code in _NOTHING_TO_GRADE_BY:
-            return replace(sampled, error=f"not graded: {verdict.reason_code}: {verdict.detail}")
+        try:
+            verdict = await grader.judge(self._item, sampled.text or "", sampled.finish_reason or "")
+        except Exception as error:  # noqa: BLE001 - as above: graders are users' code as well
+            return replace(sampled, error=f"not graded: {_told(error)}")
+        if none := no_grade(verdict):
+            return replace(sampled, error=none[1])
         return replace(sampled, verdict=verdict)
 
     async def _report(self, graded: Rollout) -> Rollout:
@@ -152,7 +158,7 @@ class Rollouts:
                 metadata={**self._metadata, "rollout": graded.index},
                 report_id=f"harbor-{receipt}",
             )
-        except HarnessError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             return replace(graded, error=f"not reported: {_told(error)}")
         return replace(graded, report=state)
 
@@ -165,12 +171,20 @@ def pick(rollouts: Sequence[Rollout], grader: Grader | None) -> Rollout | None:
     hand in the verifier's secret.
     """
     ended = [each for each in rollouts if each.whole and each.finish_reason == "stop"]
-    read = {each.index: grader.read(each.text or "") for each in ended} if grader else {}
+    read = {each.index: read_by(grader, each.text or "") for each in ended}
     votes = Counter(answer for answer in read.values() if answer is not None)  # ties: the one that came first
     if votes:
         winner = votes.most_common(1)[0][0]
         return next(each for each in ended if read[each.index] == winner)
     return next(iter([*ended, *(each for each in rollouts if each.whole)]), None)
+
+
+def read_by(grader: Grader | None, text: str) -> str | None:
+    """What the grader reads in an answer; None where there is no grader, or it cannot, or fails at it."""
+    try:
+        return grader.read(text) if grader else None
+    except Exception:  # noqa: BLE001 - as above: an answer that cannot be read does not vote
+        return None
 
 
 def references(rollouts: Sequence[Rollout], picked: Rollout | None) -> list[str]:
@@ -200,5 +214,5 @@ def _sampled(index: int, answer: Completion) -> Rollout:
     )
 
 
-def _told(error: HarnessError) -> str:
+def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

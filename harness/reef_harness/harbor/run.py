@@ -1,12 +1,14 @@
 """``reef-harness harbor run``: Harbor's own command, with an agent that asks a service and the plugin that reports.
 
-The command that is run is printed and can be copied; the key is in no argument, only in the variables REEF_API_KEY,
-OPENAI_API_KEY and ANTHROPIC_API_KEY of that one process.
+The command that is run is printed and can be copied. The key is in no argument, only in the variable REEF_API_KEY of
+that one process: an agent that speaks to a model takes it from there (--api-key-name). OPENAI_API_KEY and the like stay
+as they are, for a verifier that has a judge of its own would send what is in them to whom it asks.
 """
 
 import importlib.util
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,6 +25,8 @@ ENVIRONMENTS = {
 OURS = "reef_harness.harbor.agent:HarborAgent"
 _RUNS_NOTHING = frozenset({"reef", OURS, "oracle", "nop"})  # agents that run no command of a model's
 _ANTHROPIC = frozenset({"claude-code"})  # speaks Messages; the others speak OpenAI's APIs
+_KEY = "REEF_API_KEY"
+_DATASET = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*(?:@\S+)?|@\S+)")  # NAME@VERSION or ORG/NAME[@REF]
 _HARBOR = "import sys; from harbor.cli.main import app; sys.argv[0] = 'harbor'; sys.exit(app())"
 
 
@@ -54,25 +58,36 @@ def arguments_of(
 ) -> list[str]:
     """The arguments of ``harbor``. ``more`` come last and so win; ``agent_options`` are NAME=VALUE for the agent.
 
-    Raises HarnessError where an agent would run a model's commands on this host unguarded.
+    Raises HarnessError where commands of a model's, or of a task that was downloaded, would run on this host unguarded,
+    and where ``tasks`` is neither a folder nor a dataset's name.
     """
+    chosen = _tasks(tasks)
+    if environment == "hostdir" and chosen[0] == "--dataset":
+        raise HarnessError(
+            f"--environment hostdir is no sandbox, and {tasks} is a dataset: its tests would run on this host; use "
+            f"bwrap or docker (if you trust it: --environment {ENVIRONMENTS['hostdir']})"
+        )
     if environment == "hostdir" and agent not in _RUNS_NOTHING:
         raise HarnessError(
             f"--environment hostdir is no sandbox, and {agent} runs what the model writes: use bwrap or docker "
             f"(if you mean it: --environment {ENVIRONMENTS['hostdir']})"
         )
-    given = ["run", *_tasks(tasks), "--env", ENVIRONMENTS.get(environment, environment), *_agent(agent, service)]
+    given = ["run", *chosen, "--env", ENVIRONMENTS.get(environment, environment), *_agent(agent, service)]
     for option in agent_options:
         given += ["--ak", option]
     plugin = {"url": service.url, "key_file": str(service.key_file)}
-    return [*given, "--plugin", "reef", *_pairs("--pk", plugin), "--yes", *more]
+    given += ["--plugin", "reef", *_pairs("--pk", plugin)]
+    # --yes gives a task whatever variables of this host it asks for: not to one that was only now downloaded
+    return [*given, *(["--yes"] if chosen[0] == "--path" else []), *more]
 
 
 def variables_of(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with the key in it; nothing is sent to Harbor or fetched from GitHub unless it asks for that."""
-    key = service.key or "none"  # clients want one even where the service is open
-    keys = {"OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key} | ({"REEF_API_KEY": key} if service.key else {})
-    return {"HARBOR_TELEMETRY": "off", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **environ, **keys}
+    """``environ`` with the key as REEF_API_KEY; what it does not ask for is not sent to Harbor or fetched.
+
+    Where the service is open the key is "none": agents' clients want one.
+    """
+    quiet = {"HARBOR_TELEMETRY": "off", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return {**quiet, **environ, _KEY: service.key or "none"}
 
 
 def run(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
@@ -93,7 +108,14 @@ def variables_now(service: Service) -> dict[str, str]:
 
 def _tasks(tasks: str) -> list[str]:
     """A folder of this machine (a task, or a folder of tasks), else a dataset of Harbor's registry."""
-    return ["--path", tasks] if Path(tasks).is_dir() else ["--dataset", tasks]
+    if Path(tasks).is_dir():
+        return ["--path", tasks]
+    if Path(tasks).exists():
+        raise HarnessError(f"{tasks} is a file: expected the folder of a task, or one of tasks")
+    mistyped = "@" not in tasks and Path(tasks).parts and Path(Path(tasks).parts[0]).is_dir()
+    if mistyped or not _DATASET.fullmatch(tasks):
+        raise HarnessError(f"no such folder: {tasks} (a dataset is written NAME@VERSION or ORGANISATION/NAME)")
+    return ["--dataset", tasks]
 
 
 def _agent(agent: str, service: Service) -> list[str]:
@@ -106,10 +128,10 @@ def _agent(agent: str, service: Service) -> list[str]:
         return ["--agent", agent]
     if agent in _ANTHROPIC:
         base = f"{service.url}/scenarios/{service.scenario}"
-        return ["--agent", agent, "--model", "anthropic/reef", "--base-url", base]
+        return ["--agent", agent, *_model("anthropic/reef", base)]
     if agent != "terminus-2":
         base = f"{service.url}/scenarios/{service.scenario}/v1"
-        return ["--agent", agent, "--model", "openai/reef", "--base-url", base]
+        return ["--agent", agent, *_model("openai/reef", base)]
     options = {
         "collect_rollout_details": "true",
         "session_id_headers": json.dumps(["x-session-id"]),
@@ -117,7 +139,11 @@ def _agent(agent: str, service: Service) -> list[str]:
         "enable_summarize": "false",  # a summary replaces turns, and what was said before it would be left out
         "record_terminal_session": "false",  # asciinema, which it would download
     }
-    return ["--agent", agent, "--model", "openai/reef", "--base-url", f"{service.url}/v1", *_pairs("--ak", options)]
+    return ["--agent", agent, *_model("openai/reef", f"{service.url}/v1"), *_pairs("--ak", options)]
+
+
+def _model(name: str, base_url: str) -> list[str]:
+    return ["--model", name, "--base-url", base_url, "--api-key-name", _KEY]
 
 
 def _pairs(flag: str, options: Mapping[str, str]) -> list[str]:

@@ -6,13 +6,29 @@ this side. So the gold answer is read here, from ``task.toml`` or from a file in
 environment while the agent works.
 """
 
+import re
 import tomllib
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from reef_harness.errors import HarnessError
+from reef_harness.graders import Grader
+from reef_harness.graders.named import grader_of
 
 GOLD_FILE = "tests/gold.txt"
+# What a task may name, and the options it may set. A task may be anyone's: nothing here imports, reads a file, asks a
+# server, takes a key, or says how long or how well enclosed something runs.
+_OPEN_TO_TASKS: Mapping[str, Set[str]] = {
+    "final": {"comparing"},
+    "boxed": frozenset(),
+    "number": {"where", "tolerance"},
+    "choice": {"options"},
+    "math-verify": frozenset(),
+    "json-schema": frozenset(),
+    "code": frozenset(),
+}
+_PLAIN = re.compile(r"[A-Za-z]{1,26}|[0-9]{1,20}(?:[./][0-9]{1,20})?")  # a word or a number, without an exponent
 
 
 class BadTask(HarnessError):  # noqa: N818
@@ -42,6 +58,29 @@ def read_task(folder: Path) -> TaskSays:
     name = str(config.get("task", {}).get("name", folder.name))
     gold, grader = (_text(path, field, metadata.get(field)) for field in ("gold", "grader"))
     return TaskSays(name, gold if gold is not None else _gold_file(folder), grader)
+
+
+def grader_of_task(spec: str) -> Grader:
+    """The grader that a task itself names: one of those that judge by text alone, or ``code``, with plain options.
+
+    Raises BadTask for any other, which only the one who runs the task may choose, and for what the grader refuses.
+    """
+    name, _, rest = spec.partition(":")
+    options = [part.partition("=") for part in filter(None, rest.split(","))]
+    if name not in _OPEN_TO_TASKS or not all(
+        option in _OPEN_TO_TASKS[name] and _PLAIN.fullmatch(value) for option, _, value in options
+    ):
+        known = ", ".join(
+            f"{each}:{'|'.join(sorted(taken))}" if taken else each for each, taken in _OPEN_TO_TASKS.items()
+        )
+        raise BadTask(
+            f"the task names the grader {spec!r}; a task may name {known} and set these with a word or a number. "
+            "If you trust it, choose it yourself: -O grader=..."
+        )
+    try:
+        return grader_of(spec)
+    except (ValueError, ArithmeticError) as error:
+        raise BadTask(f"the task names the grader {spec!r}: {error}") from error
 
 
 def _text(path: Path, field: str, value: object) -> str | None:

@@ -63,12 +63,14 @@ class HostDirEnvironment(BaseEnvironment):
             return
         _end_marked(self._root)
         if delete:
-            await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._root.parent, ignore_errors=True)
             self._root = None
 
     def _make_root(self) -> None:
-        self._root = Path(tempfile.mkdtemp(prefix="harbor-environment-"))
-        self._root.chmod(0o755)
+        # In a folder that only its user may enter: a set-uid file made inside makes nobody else of this host root.
+        self._root = Path(tempfile.mkdtemp(prefix="harbor-environment-")) / "root"
+        self._root.mkdir(mode=0o755)
+        self._root.chmod(0o755)  # whatever the umask
         for name in _FOLDERS:
             self._host(f"/{name}").mkdir(exist_ok=True)
         self._host("/tmp").chmod(0o1777)

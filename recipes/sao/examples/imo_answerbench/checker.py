@@ -17,6 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 
 MAX_ANSWER = 200  # characters; so nesting stays shallow
+MAX_FILE = 16 * 2**20  # bytes of an answer file: far more than any model writes
 MAX_BITS = 4096  # of a power's numerator or denominator
 _MARK = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
 _LOOK = re.compile(r"\\(?:left|right)(?![A-Za-z])")
@@ -71,7 +72,8 @@ def trimmed(answer: str) -> str:
 
 
 def _space(found: "re.Match[str]") -> str:
-    before, after = found.string[: found.start()][-1:], found.string[found.end() :][:1]
+    before = found.string[max(0, found.start() - 1) : found.start()]
+    after = found.string[found.end() : found.end() + 1]
     return " " if before.isalnum() and after.isalnum() else ""
 
 
@@ -175,7 +177,9 @@ def _divided(value: Fraction, by: Fraction) -> Fraction:
 
 
 def equivalent(answer: str, gold: str) -> bool:
-    """Whether an answer is the gold: as text after trimming, or as a rational number."""
+    """Whether an answer is the gold: as text after trimming, or as a rational number. One that rambles is not."""
+    if len(answer) > max(MAX_ANSWER, 2 * len(gold)):
+        return False
     if trimmed(answer) == trimmed(gold):
         return True
     try:
@@ -195,13 +199,20 @@ def judge(form: str, text: str, gold: str) -> tuple[bool, str]:
     return equivalent(answer, gold), f"it says {answer[:MAX_ANSWER]!r}"
 
 
+def read_answer(path: Path) -> str:
+    """The text of an answer file. Raises OSError where it is too large to be one."""
+    if path.stat().st_size > MAX_FILE:
+        raise OSError(f"{path} has more than {MAX_FILE} bytes")
+    return path.read_text(encoding="utf-8")
+
+
 def main() -> None:
     form, answer_file, gold_file, reward_file = sys.argv[1:]
     gold = Path(gold_file).read_text(encoding="utf-8").strip()
     if not gold:
         sys.exit(f"{gold_file} holds no gold answer")
     try:
-        right, why = judge(form, Path(answer_file).read_text(encoding="utf-8"), gold)
+        right, why = judge(form, read_answer(Path(answer_file)), gold)
     except (OSError, UnicodeDecodeError) as error:
         right, why = False, f"no answer can be read: {error}"
     print(f"{'right' if right else 'wrong'}: {why}")

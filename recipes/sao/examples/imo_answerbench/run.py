@@ -80,10 +80,15 @@ def _job_name(task: str, attempt: int) -> str:
 
 
 def last_result(job: Path) -> dict[str, Any] | None:
-    """The finished trial of a job, None while there is none; of several tries the last."""
+    """The finished trial of a job, None while there is none that can be read; of several tries the last."""
     if not (job / "config.json").is_file():
         return None
-    found = list(reports.results(job))
+    found: list[dict[str, Any]] = []
+    for path in reports.result_files(job):
+        try:
+            found.append(reports.read_result(path))
+        except HarnessError as error:  # cut short, by a full disk or a kill: that trial never came to its end
+            print(error, file=sys.stderr)
     return max(found, key=lambda result: str(result.get("finished_at"))) if found else None
 
 
