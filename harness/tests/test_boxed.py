@@ -12,7 +12,7 @@ from harness.tests.grader_table import outcomes, pairs
 def grade(text: str, gold: str, finish_reason: str = "stop") -> tuple[str, str]:
     verdict = BoxedGrader().grade(text, gold, finish_reason)
     assert (verdict.score is None) == (verdict.outcome == "review")
-    assert (verdict.grader, verdict.version) == ("boxed", "1")
+    assert (verdict.grader, verdict.version) == ("boxed", "2")
     return verdict.outcome, verdict.reason_code
 
 
@@ -137,6 +137,103 @@ def test_a_megabyte_takes_no_longer_than_its_length(text: str) -> None:
     assert time.perf_counter() - begun < 3
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("2^{2024}-1", "2^{2024}"),
+        ("3^{1000}-2^{1000}", "3^{1000}"),
+        ("1-\\frac{1}{2^{200}}", "1"),
+        ("\\frac{2^{2024}-1}{3}", "\\frac{2^{2024}+1}{3}"),
+        ("10^{60}", "10^{60}+7"),
+        ("10^{60}", "10^{60}+7.0"),
+        ("\\{10^{60},1\\}", "\\{10^{60}+7,1\\}"),
+    ],
+)
+def test_long_integers_and_fractions_are_equal_only_exactly(gold: str, answer: str) -> None:
+    assert boxed(answer, gold) == ("incorrect", "different")
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("2^{2024}", "2^{2024}-\\sqrt{2}"),
+        ("2^{1012}", "\\sqrt{2^{2024}+1}"),
+        ("\\sqrt{2}", "\\sqrt{2}+10^{-60}"),
+        ("1", "(2^{1/10^{30}})^{1/10^{30}}"),
+    ],
+)
+def test_what_rounding_would_make_equal_is_reviewed(gold: str, answer: str) -> None:
+    assert boxed(answer, gold) == ("review", "too_large")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "+".join(["\\sqrt{9^{6000}+1}"] * 110),
+        "+".join(["\\sqrt[3]{9^{6000}+1}"] * 94),
+        "+".join(["(9^{6000}+1)^{1/2}"] * 105),
+        "+".join(["\\sqrt[3]{9^{6000}}"] * 99),
+        "\\{" + ",".join(["\\sqrt[3]{9^{6300}}"] * 40) + "\\}",
+    ],
+    ids=range(5),
+)
+def test_roots_of_long_numbers_cost_little(answer: str) -> None:
+    begun = time.perf_counter()
+    boxed(answer, "5")
+    boxed(answer, "\\{" + ",".join(map(str, range(40))) + "\\}")
+    BoxedGrader().read(f"\\boxed{{{answer}}}")
+    assert time.perf_counter() - begun < 2
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("-2,2", "\\pm 2"),
+        ("1,2", "{1,2}"),
+        ("1,2", "1\\text{ and }2"),
+        ("\\{1,2\\}", "x\\in\\{1,2\\}"),
+        ("(1,2)", "(x,y)=(1,2)"),
+        ("(-\\infty,2)", "x<2"),
+        ("[0,1]", "0\\le x\\le 1"),
+        ("\\emptyset", "\\{\\}"),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "(1,2)"),
+        ("5", "\\approx 5"),
+        ("5", "5\\textbf{ cm}"),
+        ("5", "\\text{Answer: }5"),
+        ("5", "the answer is 5"),
+        ("5", "5 \\\\"),
+        ("8", "\\mathbf 8"),
+        ("8", "{\\bf 8}"),
+        ("10", "\\underline{10}"),
+        ("10", "\\textcolor{red}{10}"),
+        ("12", "12 cm"),
+        ("12 cm", "12"),
+        ("12", "12\\text{ cm}^2"),
+        ("\\frac{1}{2}", "\\textbf{\\frac{1}{2}}"),
+        ("1/2", "2^-1"),
+        ("0.5", "2^-1"),
+    ],
+)
+def test_what_is_right_in_other_words_is_reviewed_and_never_scored_as_wrong(gold: str, answer: str) -> None:
+    assert boxed(answer, gold)[0] == "review"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("5", "\\approx 6"), ("5", "6 cm"), ("5", "5x"), ("1,2", "3"), ("8", "\\mathbf 9"), ("12 cm", "13")],
+)
+def test_another_number_is_wrong_whatever_stands_beside_it(gold: str, answer: str) -> None:
+    assert boxed(answer, gold) == ("incorrect", "different")
+
+
+def test_no_two_letters_have_the_same_value() -> None:
+    letters = "abcdfghjklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    for gold in letters:
+        for answer in letters:
+            assert boxed(answer, gold)[0] == ("correct" if gold == answer else "incorrect")
+    assert boxed("b", "a+2")[0] == "incorrect"
+
+
 def test_a_long_answer_that_is_gold_to_the_letter_is_correct() -> None:
     assert boxed("9" * 1_000_000, "9" * 1_000_000) == ("correct", "same_text")
 
@@ -145,6 +242,12 @@ def test_a_set_that_repeats_an_element_is_reviewed() -> None:
     assert boxed("\\{1,1,2\\}", "\\{1,2\\}") == ("review", "repeated_elements")
     assert boxed("\\{1,1,1\\}", "\\{1,2,3\\}") == ("incorrect", "different")
     assert boxed("\\{" + "1," * 200 + "2\\}", "\\{1,2\\}") == ("review", "too_large")
+
+
+def test_sets_within_sets_cost_no_more_than_their_depth() -> None:
+    begun = time.perf_counter()
+    assert boxed("\\{" * 30 + "1" + "\\}" * 30, "\\{" * 30 + "2" + "\\}" * 30) == ("incorrect", "different")
+    assert time.perf_counter() - begun < 1
 
 
 def test_words_of_another_alphabet_are_compared_as_text() -> None:
@@ -166,3 +269,5 @@ def test_answers_that_are_the_same_number_vote_together() -> None:
     assert read("\\boxed{ x+1 }") == "x+1"
     assert read("5") is None
     assert read("\\boxed{}") is None
+    assert read("\\boxed{2^{15000}}") == read("\\boxed{4^{7500}}") == f"{2**15000:#x}/0x1"  # beyond 4,300 digits
+    assert read("\\boxed{\\frac{1}{2^{15000}}}") not in (None, read("\\boxed{2^{15000}}"))

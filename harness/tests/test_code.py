@@ -90,7 +90,7 @@ def test_a_public_failure_is_shown_and_a_hidden_one_is_not(grader: CodeGrader) -
         ("def input(): return '3 4'\n" + RIGHT, "wrong_output"),
         ("raise SystemExit(RuntimeError)", "crashed"),
         ("import os; os.kill(os.getpid(), 9)", "crashed"),
-        ("import os; os.kill(os.getppid(), 9)", "crashed"),
+        ("import os; os.kill(os.getppid(), 9); os._exit(1)", "crashed"),
         ("import os; os.killpg(0, 9)", "crashed"),
         ("print(7", "crashed"),
         ("while True: pass", "timed_out"),
@@ -282,17 +282,56 @@ def test_a_python_that_does_not_run_is_told(tmp_path: Path) -> None:
         CodeGrader(python=broken, isolation="process")
 
 
+@pytest.fixture
+def everyones_path() -> Iterator[Path]:
+    """A folder that every user can read: a root's bubblewrap is started by another."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.usefixtures("isolated")  # where there are namespaces
 def test_a_sandbox_that_fails_to_start_is_an_error_and_no_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated: CodeGrader
+    everyones_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "broken"
+    broken = everyones_path / "broken"
     script = f'#!/bin/sh\nif [ -e {broken} ]; then echo "bwrap: no permission" >&2; exit 1; fi\nexec {{}} "$@"\n'
-    (tmp_path / "bwrap").write_text(script.format(shutil.which("bwrap")))
-    (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (everyones_path / "bwrap").write_text(script.format(shutil.which("bwrap")))
+    (everyones_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(everyones_path), prepend=os.pathsep)
     grader = CodeGrader(LIMITS)
     assert grade(grader, RIGHT)[0] == "correct"
     broken.touch()
     verdict = grader.grade(RIGHT, SUM, "stop")
     assert (verdict.outcome, verdict.score, verdict.reason_code) == ("error", None, "sandbox_failed")
     assert "no permission" in verdict.detail
+
+
+@pytest.mark.parametrize("unit", [" ", "\t", "a", " a", "```\n", "```"])
+def test_looking_for_blocks_takes_no_longer_than_the_text(isolated: CodeGrader, unit: str) -> None:
+    begun = time.perf_counter()
+    verdict = isolated.grade(
+        "```" + unit * (1_000_000 // len(unit)) + "x y", '{"tests": [{"input": "", "output": ""}]}', "stop"
+    )
+    assert verdict.outcome == "incorrect"
+    assert time.perf_counter() - begun < 3
+
+
+def test_nothing_can_be_written_but_two_small_disks_and_no_namespace_made(isolated: CodeGrader) -> None:
+    source = """
+import ctypes, os
+for place in ("/", "/dev", "/code", "/usr"):
+    try:
+        open(os.path.join(place, "x"), "wb").close()
+        print("written", place)
+    except OSError:
+        pass
+for place in ("/tmp", "/dev/shm"):
+    size = os.statvfs(place).f_blocks * os.statvfs(place).f_frsize
+    if size > 16 << 20:
+        print("large", place, size)
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x20000
+print(ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNS))
+"""
+    verdict = isolated.grade(source, '{"tests": [{"input": "", "output": "-1"}]}', "stop")
+    assert verdict.outcome == "correct", verdict.detail

@@ -26,10 +26,10 @@ def test_a_name_gives_its_grader_with_its_options(tmp_path: Path, monkeypatch: p
     assert isinstance(grader_of("final"), FinalGrader)
     assert isinstance(grader_of("boxed"), BoxedGrader)
     assert isinstance(grader_of("choice:options=ABCDEFGHIJ"), ChoiceGrader)
-    assert grader_of("final:comparing=latex").version == "1-latex"
+    assert grader_of("final:comparing=latex").version == "2-latex"
     number = grader_of("number:where=last,tolerance=0.001")
     assert isinstance(number, NumberGrader)
-    assert number.version == "1-last-1/1000"
+    assert number.version == "2-last-1/1000"
     (tmp_path / "rubric.md").write_text("Be fair.")
     monkeypatch.setenv("REEF_JUDGE_KEY", "sk-secret")
     judge = grader_of(f"judge:http://127.0.0.1:9/v1,model=m,rubric={tmp_path / 'rubric.md'},threshold=0.7")
@@ -83,7 +83,7 @@ def test_one_text_is_graded(
     assert (status, err) == (0, "")
     assert verdicts == [
         {"id": "1", "outcome": "correct", "score": 1.0, "reason_code": "same_value", "format_valid": True,
-         "grader": "boxed", "version": "1", "detail": "read '0.5'"}
+         "grader": "boxed", "version": "2", "detail": "read '0.5'"}
     ]  # fmt: skip
     (tmp_path / "answer").write_text("\\boxed{0.6}")
     assert run(capsys, monkeypatch, "", *options, str(tmp_path / "answer"))[1][0]["outcome"] == "incorrect"

@@ -1,7 +1,11 @@
-"""The final grader against honest and hostile answers."""
+"""The final grader against honest and hostile answers; what every grader does with its own failures."""
+
+import asyncio
+from pathlib import Path
 
 import pytest
-from reef_harness import FinalGrader
+from reef_harness import FinalGrader, Grader, Item, Verdict
+from reef_harness.graders import BadGold, grader_of
 
 
 def grade(text: str, gold: str = "12", finish_reason: str = "stop") -> tuple[str, str, bool]:
@@ -97,3 +101,56 @@ def test_an_unfinished_answer_is_incorrect_even_if_it_looks_right(finish_reason:
 def test_a_gold_that_nothing_could_equal_is_an_error(gold: str) -> None:
     with pytest.raises(ValueError, match="gold"):
         FinalGrader().grade("<final>12</final>", gold, "stop")
+
+
+class Failing(Grader):
+    """Raises what it is made with."""
+
+    id = "failing"
+    version = "1"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (BadGold("no integer"), "bad_gold"),
+        (ValueError("a digit too many"), "grader_failed"),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "grader_failed"),
+        (KeyError("x"), "grader_failed"),
+    ],
+)
+def test_only_a_bad_gold_is_called_one(error: Exception, reason: str) -> None:
+    verdict = asyncio.run(Failing(error).judge(Item.from_text("q", "?", "12"), "12", "stop"))
+    assert (verdict.outcome, verdict.score, verdict.reason_code) == ("error", None, reason)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wrong"),
+    [
+        ("code:wall_s=inf", "wall_s"),
+        ("code:cpu_s=1e300", "cpu_s"),
+        ("code:memory_mib=1.5", "memory_mib"),
+        ("number:tolerance=x", "tolerance"),
+        ("number:tolerance=1/0", "tolerance"),
+        ("judge:http://127.0.0.1:9,model=m,rubric=RUBRIC,needs_gold=false", "needs_gold"),
+        ("judge:http://127.0.0.1:9,model=m,rubric=RUBRIC,threshold=nan", "threshold"),
+        ("judge:http://127.0.0.1:9,model=m,rubric=/nowhere", "rubric"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_its_name(spec: str, wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "rubric").write_text("1 if right")
+    with pytest.raises(ValueError, match=f"option {wrong} must"):
+        grader_of(spec.replace("RUBRIC", str(tmp_path / "rubric")))
+
+
+@pytest.mark.parametrize("timeout", ["abc", "-1", "0", "nan", "inf"])
+def test_a_time_that_is_none_is_refused_by_its_name(timeout: str) -> None:
+    pytest.importorskip("jsonschema", reason="the extra json-schema is not installed")
+    with pytest.raises(ValueError, match="option timeout_s must"):
+        grader_of(f"json-schema:timeout_s={timeout}")

@@ -60,6 +60,7 @@ def test_what_keeps_the_validator_busy_is_reviewed() -> None:
     begun = time.perf_counter()
     assert grade(f'"{"a" * 60}!"', '{"pattern": "^(a+)+$"}', timeout_s=3) == ("review", "timed_out")
     assert time.perf_counter() - begun < 8
+    assert grade("1" + "0" * 400, '{"multipleOf": 0.1}') == ("review", "too_large")
     assert grade('"' + "a" * 1_000_000 + '"') == ("review", "too_long")
 
 
@@ -72,6 +73,8 @@ def test_what_keeps_the_validator_busy_is_reviewed() -> None:
         '{"a": 1, "a": 2}',
         '{"$ref": "http://127.0.0.1:9/schema"}',
         '{"$ref": "file:///etc/passwd"}',
+        '{"$ref": "#"}',
+        '{"allOf": [{"$ref": "#"}]}',
     ],
 )
 def test_a_gold_that_is_no_schema_of_its_own_is_an_error(gold: str) -> None:

@@ -23,6 +23,7 @@ class Judge:
         self.finish_reason = "stop"
         self.statuses: list[int] = []
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.echoes_the_key = False
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -33,6 +34,8 @@ class Judge:
                 mark = re.findall(r'"mark": "([0-9a-f]{32})"', body["messages"][0]["content"])[0]
                 choice = {"message": {"content": judge.reply(mark)}, "finish_reason": judge.finish_reason}
                 payload = json.dumps({"choices": [choice]}).encode()
+                if judge.echoes_the_key:
+                    payload = f"x{self.headers['authorization']}".encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(payload)))
                 self.end_headers()
@@ -146,6 +149,35 @@ def test_a_busy_service_is_asked_again_and_not_for_ever(judge: Judge) -> None:
 def test_a_service_that_refuses_is_not_asked_again(judge: Judge) -> None:
     judge.statuses = [401]
     assert (ask(judge).reason_code, len(judge.requests)) == ("judge_refused", 1)
+
+
+@pytest.mark.parametrize("status", [200, 401, 500])
+def test_no_verdict_tells_the_key(judge: Judge, status: int) -> None:
+    judge.echoes_the_key, judge.statuses = True, [status] * 3
+    verdict = ask(judge, key="sk-secret\n")  # a file's last line
+    assert judge.requests[0][0]["authorization"] == "Bearer sk-secret"
+    assert verdict.outcome == "error"
+    assert "sk-secret" not in verdict.detail
+    assert "***" in verdict.detail
+
+
+def test_a_key_in_a_reply_is_not_told(judge: Judge) -> None:
+    judge.reply = lambda mark: json.dumps({"mark": mark, "reason": "The key is sk-secret.", "score": 1})
+    assert ask(judge, key="sk-secret").detail == "The key is ***."
+
+
+@pytest.mark.parametrize("key", ["sk-s\u00e9cret", "sk secret", "sk\nsecret", "sk\x00secret"])
+def test_a_key_that_no_header_holds_is_refused_and_not_told(key: str) -> None:
+    with pytest.raises(ValueError, match="key") as raised:
+        JudgeGrader("http://127.0.0.1:9", model="m", rubric="r", key=key)
+    assert "secret" not in str(raised.value)
+    with pytest.raises(ValueError, match="password") as raised:
+        JudgeGrader("http://me:secret@127.0.0.1:9", model="m", rubric="r")
+    assert "secret" not in str(raised.value)
+
+
+def test_an_answer_that_cannot_be_sent_is_no_bad_gold(judge: Judge) -> None:
+    assert ask(judge, "a lone surrogate: \ud800").reason_code == "grader_failed"
 
 
 def test_a_service_that_is_down_is_an_error(judge: Judge) -> None:

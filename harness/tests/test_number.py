@@ -105,7 +105,9 @@ def test_the_field_is_one_and_the_last_thing(text: str, reason: str) -> None:
         ("(3)-12", "12"),
         ("it is -12", "-12"),
         ("x=\u221212", "-12"),
-        ("worth $1,234,567!", "1234567"),
+        ("worth $1,234,567.", "1234567"),
+        ("10 \u2013 12", "12"),
+        ("it is **12** km", "12"),
         ("one half is 1/2", "0.5"),
         ("12 of x2", "12"),
     ],
@@ -126,6 +128,49 @@ def test_the_last_number_of_a_text_is_read_whole(text: str, gold: str) -> None:
 )
 def test_a_last_number_that_is_another_or_none_is_wrong(text: str, reason: str) -> None:
     assert grade(text, "12", where="last") == ("incorrect", reason)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x = - 12", "\u201312", "\uff0d12", "-$12", "-\\$12", "-\\boxed{12}", "minus 12", "-(12)", "--12", "x-12",
+     "- **12**", "-" + " " * 500 + "12"],
+)  # fmt: skip
+def test_a_dash_before_the_last_number_leaves_its_sign_to_a_person(text: str) -> None:
+    assert grade(text, "12", where="last") == ("review", "sign_unclear")
+    assert grade(text, "13", where="last")[0] != "correct"
+    assert NumberGrader("last").read(text) is None
+
+
+@pytest.mark.parametrize("text", ["12!", "12 %", "12 million", "12i", "12k"])
+def test_what_may_change_the_last_number_leaves_it_to_a_person(text: str) -> None:
+    assert grade(text, "12", where="last") == ("review", "not_alone")
+    assert grade(text, "13", where="last")[0] != "correct"
+
+
+def test_thousands_set_apart_are_no_number_of_their_own() -> None:
+    assert grade("12 000", "0", where="last") == ("review", "not_alone")
+    assert grade("12 000", "12000", where="last") == ("review", "not_alone")
+    assert grade("12 000", "7", where="last") == ("incorrect", "wrong_value")
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        ("10^10", "10"),
+        ("2^{10}", "10"),
+        ("2**10", "10"),
+        ("0x12", "0"),
+        ("10x", "10"),
+        ("10\u00bd", "10"),
+        ("\\sqrt{10}", "10"),
+        ("\\sqrt[3]{10}", "10"),
+        ("\\frac{1}{10}", "10"),
+        ("10\\pi", "10"),
+        ("10 \\cdot 10^3", "10"),
+    ],
+)
+def test_a_part_of_a_formula_is_no_number(text: str, gold: str) -> None:
+    assert grade(text, gold, where="last") == ("incorrect", "not_a_number")
 
 
 def test_the_last_box_is_a_place_too() -> None:
@@ -151,7 +196,7 @@ def test_a_gold_that_is_no_number_is_an_error(gold: str) -> None:
 
 def test_how_it_reads_is_part_of_its_version() -> None:
     versions = {NumberGrader().version, NumberGrader("last").version, NumberGrader(tolerance=Fraction(1, 10)).version}
-    assert versions == {"1-final", "1-last", "1-final-1/10"}
+    assert versions == {"1-final", "2-last", "1-final-1/10"}
 
 
 def test_numbers_vote_by_their_value() -> None:

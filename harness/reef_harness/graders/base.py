@@ -9,6 +9,10 @@ from reef_harness.types import Item
 Outcome = Literal["correct", "incorrect", "review", "error"]
 
 
+class BadGold(ValueError):  # noqa: N818
+    """A gold that is not in the form its grader expects: no answer could ever equal it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A grade. A client posts ``score`` with ``outcome`` and ``reason_code``; a verdict without a score trains nothing.
@@ -54,7 +58,7 @@ class Grader(ABC):
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer. ``finish_reason`` is the service's: "stop" when the model ended its turn itself.
 
-        Raises ValueError for a gold that is not in the form this grader expects: no answer could ever equal it.
+        Raises BadGold for a gold that is not in the form this grader expects: no answer could ever equal it.
         """
 
     async def judge(self, item: Item, text: str, finish_reason: str) -> Verdict:
@@ -63,7 +67,7 @@ class Grader(ABC):
             return self.error("no_gold", f"item {item.id!r} has no gold answer")
         try:
             return await self.grade_later(item, item.gold, text, finish_reason)
-        except ValueError as error:
+        except BadGold as error:
             return self.error("bad_gold", f"item {item.id!r}: {error}")
         except Exception as error:  # noqa: BLE001 - a supervisor: one answer's grader fails, the others go on
             return self.error("grader_failed", f"item {item.id!r}: {type(error).__name__}: {error}")

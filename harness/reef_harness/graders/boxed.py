@@ -2,7 +2,7 @@
 
 import re
 
-from reef_harness.graders.base import Grader, Verdict
+from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.graders.equivalence import Comparison, canonical, compare
 
 _MARK = re.compile(r"\\boxed[ \t\r\n]{0,8}\{|\\.|[{}]", re.DOTALL)
@@ -13,16 +13,29 @@ def last_box(text: str) -> str | None:
 
     Of a box within a box it is the outer one. Escaped braces, ``\\{`` and ``\\}``, do not count.
     """
+    found = _closed(text)
+    return text[slice(*found[-1])] if found else None
+
+
+def boxes(text: str, at_most: int) -> list[str | None]:
+    """What stands in every ``\\boxed{}`` whose braces balance; None for more than ``at_most`` characters.
+
+    Also of those within another box. Linear in the text.
+    """
+    return [text[start:end] if end - start <= at_most else None for start, end in _closed(text)]
+
+
+def _closed(text: str) -> list[tuple[int, int]]:
     opened: list[int | None] = []  # where a box's content starts; None for another brace
-    found: tuple[int, int] | None = None
+    found: list[tuple[int, int]] = []
     for mark in _MARK.finditer(text):
         if mark[0].startswith("\\boxed"):
             opened.append(mark.end())
         elif mark[0] == "{":
             opened.append(None)
         elif mark[0] == "}" and opened and (start := opened.pop()) is not None:
-            found = (start, mark.start())
-    return text[found[0] : found[1]] if found else None
+            found.append((start, mark.start()))
+    return found
 
 
 class BoxedGrader(Grader):
@@ -33,12 +46,12 @@ class BoxedGrader(Grader):
     """
 
     id = "boxed"
-    version = "1"
+    version = "2"
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
-        """Judge one answer. Raises ValueError for a gold that is empty or divides by zero."""
+        """Judge one answer. Raises BadGold for a gold that is empty or divides by zero."""
         if not gold.strip():
-            raise ValueError("the gold answer is empty")
+            raise BadGold("the gold answer is empty")
         if finish_reason != "stop":
             return self.malformed("unfinished")
         box = last_box(text)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reef_harness.graders.base import Grader, Verdict
+from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.graders.process import Finished
 from reef_harness.graders.sandbox import Isolation, Limits, Sandbox, SandboxFailed
 from reef_harness.types import Item
 
 __all__ = ["CodeGrader", "Limits"]
 
-_FENCE = re.compile(r"^```[ \t]*([A-Za-z0-9_+-]*)[ \t]*\r?$", re.MULTILINE)
+_FENCE = re.compile(r"^```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?$", re.MULTILINE)
 _MAX_SOURCE = 200_000  # characters
 _SHOWN = 200  # characters of an input or output in a verdict's detail
 
@@ -71,7 +71,7 @@ class CodeGrader(Grader):
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.grade, text, gold, finish_reason)
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
-        """Judge one answer. Raises ValueError for a gold that is not as described."""
+        """Judge one answer. Raises BadGold for a gold that is not as described."""
         wanted = _read_gold(gold)
         if finish_reason != "stop":
             return self.malformed("unfinished")
@@ -176,18 +176,18 @@ def _read_gold(gold: str) -> _Gold:
     try:
         raw = json.loads(gold, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the gold of code must be JSON with tests: {error}") from error
+        raise BadGold(f"the gold of code must be JSON with tests: {error}") from error
     if not isinstance(raw, dict):
-        raise ValueError(f"the gold of code must be a JSON object with tests, got {raw!r:.200}")
+        raise BadGold(f"the gold of code must be a JSON object with tests, got {raw!r:.200}")
     if unknown := raw.keys() - {"tests", "function", "tolerance"}:
-        raise ValueError(f"the gold of code has tests, function and tolerance, not {', '.join(sorted(unknown))}")
+        raise BadGold(f"the gold of code has tests, function and tolerance, not {', '.join(sorted(unknown))}")
     function, tolerance, tests = raw.get("function", ""), raw.get("tolerance", 0), raw.get("tests")
     if not isinstance(function, str) or (function and not function.isidentifier()):
-        raise ValueError(f"gold: function must be a name, got {function!r}")
+        raise BadGold(f"gold: function must be a name, got {function!r}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
-        raise ValueError(f"gold: tolerance must be a number from 0 to below 1, got {tolerance!r}")
+        raise BadGold(f"gold: tolerance must be a number from 0 to below 1, got {tolerance!r}")
     if not isinstance(tests, list) or not tests:
-        raise ValueError("gold: tests must be a list of at least one test")
+        raise BadGold("gold: tests must be a list of at least one test")
     # Public ones first: then a failure that can be shown is shown.
     read = sorted((_read_test(test, function) for test in tests), key=lambda test: test.hidden)
     return _Gold(function, tuple(read), float(tolerance))
@@ -196,17 +196,17 @@ def _read_gold(gold: str) -> _Gold:
 def _read_test(test: Any, function: str) -> _Test:
     wanted: Sequence[str] = ("args", "returns") if function else ("input", "output")
     if not isinstance(test, dict) or not set(wanted) <= test.keys() <= {*wanted, "hidden"}:
-        raise ValueError(f"gold: a test must have {' and '.join(wanted)}, and may have hidden; got {test!r:.200}")
+        raise BadGold(f"gold: a test must have {' and '.join(wanted)}, and may have hidden; got {test!r:.200}")
     hidden = test.get("hidden", False)
     if not isinstance(hidden, bool):
-        raise ValueError(f"gold: hidden must be true or false, got {hidden!r}")
+        raise BadGold(f"gold: hidden must be true or false, got {hidden!r}")
     given, expected = test[wanted[0]], test[wanted[1]]
     if function:
         if not isinstance(given, list):
-            raise ValueError(f"gold: args must be a list, got {given!r:.200}")
+            raise BadGold(f"gold: args must be a list, got {given!r:.200}")
         return _Test(json.dumps(given).encode(), expected, hidden)
     if not isinstance(given, str) or not isinstance(expected, str):
-        raise ValueError("gold: input and output must be text")
+        raise BadGold("gold: input and output must be text")
     return _Test(given.encode(), expected, hidden)
 
 

@@ -1,21 +1,26 @@
 """Whether two answers are the same, strictly: the same text, or the same number. A doubt is never a yes."""
 
+import hashlib
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
 
+from reef_harness.graders.base import BadGold
 from reef_harness.graders.latex import (
     MAX_LENGTH,
     MAX_NESTING,
     NotEvaluated,
+    TooLarge,
     Undefined,
     Unreadable,
     Value,
     close,
     evaluate,
+    long,
 )
-from reef_harness.graders.notation import clean, grouped, ungrouped
+from reef_harness.graders.notation import clean, grouped, spelled, ungrouped
 
 TOLERANCE = Fraction(1, 10**6)  # relative, where one of the two is written with a decimal point
 _CLOSED_FORM = Fraction(1, 10**50)  # relative, between two closed forms computed to 100 digits
@@ -40,9 +45,9 @@ _DIFFERENT = Comparison("different", "different")
 
 
 def compare(gold: str, answer: str) -> Comparison:
-    """Compare an answer with gold, both LaTeX or plain text. Raises ValueError for a gold without content or value."""
+    """Compare an answer with gold, both LaTeX or plain text. Raises BadGold for a gold without content or value."""
     if not (right := clean(gold)):
-        raise ValueError(f"the gold answer is empty: {gold!r}")
+        raise BadGold(f"the gold answer is empty: {gold!r}")
     if len(answer) > _MAX_TEXT:
         same = answer.strip() == gold.strip()
         return _SAME_TEXT if same else Comparison("review", "too_long", f"{len(answer)} characters")
@@ -66,7 +71,7 @@ def canonical(answer: str) -> str | None:
         value = evaluate(ungrouped(text) if grouped(text) else text)
     except NotEvaluated:
         return text
-    return str(value.number) if isinstance(value.number, Fraction) else f"{value.number:.12g}"
+    return spelled(value.number) if isinstance(value.number, Fraction) else f"{value.number:.12g}"
 
 
 def _strange(text: str) -> str:
@@ -88,6 +93,7 @@ class _Collection:
         return self.opening == "\\{"
 
 
+@lru_cache(maxsize=2048)  # sets within sets are compared more than once: without it, twice as long at each level
 def _compare(gold: str, answer: str, depth: int) -> Comparison:
     if depth > MAX_NESTING:
         return Comparison("review", "too_large", "nested too deep")
@@ -97,16 +103,18 @@ def _compare(gold: str, answer: str, depth: int) -> Comparison:
     if right is None and given is None:
         return _compare_single(gold, answer)
     if right is None or given is None:
-        return _compare_grouped(gold, answer)
+        return _compare_grouped(gold, answer, answer if given is None else gold)
     return _compare_collections(right, given, depth)
 
 
-def _compare_grouped(gold: str, answer: str) -> Comparison:
-    """One is a list by its commas; perhaps they only separate thousands."""
+def _compare_grouped(gold: str, answer: str, single: str) -> Comparison:
+    """One is a list by its commas, ``single`` is not; perhaps they only separate thousands, or it says a list too."""
     if grouped(answer):
         return _compare_single(gold, ungrouped(answer))
     if grouped(gold):
         return Comparison("review", "ambiguous", f"gold {gold} is one number, or a list")
+    if _BEYOND.search(single) or _SEVERAL.search(single):
+        return Comparison("review", "not_evaluated", f"{single[:80]!r} may be a list, a set or an interval")
     return _DIFFERENT
 
 
@@ -118,7 +126,9 @@ def _compare_collections(gold: _Collection, answer: _Collection, depth: int) -> 
     if len(gold.elements) != len(answer.elements):
         return _DIFFERENT
     if (gold.opening, gold.closing) != (answer.opening, answer.closing):
-        if gold.opening and answer.opening:  # an open interval is no closed one, a pair is no set
+        if (
+            gold.opening and answer.opening and "{" not in (gold.opening, answer.opening)
+        ):  # an open interval is no closed one, a pair is no set
             return _DIFFERENT
         found = _matched(gold, answer, depth)
         return found if found is _DIFFERENT else Comparison("review", "delimiters_differ")
@@ -171,7 +181,7 @@ _CLOSING = frozenset({")", "]", "}", "\\}"})
 def _collection(text: str) -> _Collection | None:
     """Its elements where it has commas between them, or is a set; None for a single thing."""
     pieces = _PIECE.findall(text)
-    if pieces[0] in ("(", "[", "\\{") and pieces[-1] in (")", "]", "\\}") and _closes_at(pieces) == len(pieces) - 1:
+    if pieces[0] in _OPENING and pieces[-1] in _CLOSING and _closes_at(pieces) == len(pieces) - 1:
         elements = _split(pieces[1:-1])
         if len(elements) > 1 or pieces[0] == "\\{":
             return _Collection(pieces[0], pieces[-1], elements)
@@ -203,6 +213,13 @@ def _split(pieces: list[str]) -> tuple[str, ...]:
 # ---- single things
 
 _UNIT = re.compile(r"(?:\\?%|\^\{?\\circ\}?|\\(?:text|textrm|mathrm|mbox)\{[^{}]*\})$")
+# A list, a vector or a set in other words: words between the elements, a semicolon, a matrix, a name beside it.
+_SEVERAL = re.compile(r";|&|\\\\|\\(?:land|lor|wedge|vee|quad|text|textrm|mathrm|mbox)(?![A-Za-z])|\b(?:and|or)\b")
+# What may stand beside a number without changing it: words, commands that are not computed with, what they take.
+_BESIDE = re.compile(
+    r"(?:\\(?:text[a-z]*|mathrm|mbox|operatorname|color)\{[^{}0-9]*\}|\\(?!frac|sqrt|pi|cdot|times|div)[A-Za-z]+|\\[^A-Za-z]"
+    r"|(?<![A-Za-z\\])[A-Za-z]{2,}|(?<= )[A-Za-z]\b)(?:\^(?:\{-?[0-9]\}|[0-9]))?|:"
+)
 _CURRENCY = re.compile(r"^\\?\$")
 _ASSIGNED = re.compile(r"^[A-Za-z]=(?!=)")
 _INFINITE = re.compile(r"([-+]?)\\infty")
@@ -262,31 +279,40 @@ def _compare_infinite(gold: str, answer: str, found: "re.Match[str]") -> Compari
     return _DIFFERENT
 
 
+_evaluated = lru_cache(maxsize=256)(evaluate)  # each element of a set is compared with each of the other
+
+
 def _compare_values(gold: str, answer: str) -> Comparison:
     try:
-        right = evaluate(gold)
+        right = _evaluated(gold)
     except Unreadable:
         return _compare_symbols(gold, answer)
     except Undefined as error:
-        raise ValueError(f"the gold answer has no value: {gold!r}, {error}") from error
+        raise BadGold(f"the gold answer has no value: {gold!r}, {error}") from error
     except NotEvaluated as error:
         return Comparison("review", error.reason, f"gold: {error}")
     try:
-        given = evaluate(answer)
+        return _SAME_VALUE if same_number(right, _evaluated(answer)) else _DIFFERENT
     except Unreadable:
         return _compare_symbols(gold, answer)
     except NotEvaluated as error:
         return Comparison("review" if error.maybe else "different", error.reason, str(error))
-    return _SAME_VALUE if same_number(right, given) else _DIFFERENT
 
 
 def same_number(gold: Value, answer: Value) -> bool:
     """Whether two numbers are the same.
 
-    Closed forms (integers, fractions, roots, powers of them) must be equal. Where one of the two is written with a
-    decimal point, the answer may be off by 1e-6 of gold; by no more than 1e-6 altogether where gold is an integer.
+    Two fractions must be equal, at any length; closed forms of which one is irrational, to 50 digits. Where one of the
+    two is written with a decimal point, the answer may be off by 1e-6 of gold; by no more than 1e-6 altogether where
+    gold is an integer; not at all where both are. Raises TooLarge where 50 digits do not tell a long fraction from
+    what is irrational.
     """
-    if close(answer.number, gold.number, _CLOSED_FORM):
+    if isinstance(gold.number, Fraction) and isinstance(answer.number, Fraction):
+        if gold.number == answer.number:
+            return True
+    elif not (gold.decimal or answer.decimal) and close(answer.number, gold.number, _CLOSED_FORM):
+        if long(gold.number) or long(answer.number):
+            raise TooLarge("a number too long to be compared with one that is irrational")
         return True
     if not (gold.decimal or answer.decimal) or (gold.whole and answer.whole):
         return False
@@ -298,29 +324,60 @@ def same_number(gold: Value, answer: Value) -> bool:
 
 # ---- formulas with letters: never equal by their values, but different by them
 
-_POINTS = (3, 7, 12)
+_POINTS = ("a", "b", "c")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
 
 
 def _compare_symbols(gold: str, answer: str) -> Comparison:
     """Formulas in other words: values at three points can tell that they differ, a person that they are the same."""
     if _WORD.search(gold) or _WORD.search(answer):  # words, not products of letters
-        return _DIFFERENT
+        return _compare_bare(gold, answer)
     for point in _POINTS:
-
-        def value_of(name: str, point: int = point) -> Fraction:
-            return Fraction(point + 2 * (sum(name.encode()) % 23))
-
+        letters = _Letters(point)
         try:
-            right, given = evaluate(gold, value_of), evaluate(answer, value_of)
+            same = same_number(evaluate(gold, letters.value), evaluate(answer, letters.value))
         except Unreadable as error:
             beyond = _BEYOND.search(answer) or (_BEYOND.search(gold) and _BEYOND.search(gold + answer))
-            return Comparison("review", "not_evaluated", str(error)) if beyond and _formula(answer) else _DIFFERENT
+            return (
+                Comparison("review", "not_evaluated", str(error))
+                if beyond and _formula(answer)
+                else _compare_bare(gold, answer)
+            )
         except NotEvaluated as error:
             return Comparison("review", error.reason, str(error))
-        if not same_number(right, given):
-            return _DIFFERENT
+        if not same:
+            return _compare_bare(gold, answer)
     return Comparison("review", "may_be_equal", "the same at three points")
+
+
+class _Letters:
+    """Values for letters at one point: from 2 to 98, no two the same, and without a pattern that a formula has."""
+
+    def __init__(self, point: str) -> None:
+        self._point = point
+        self._values: dict[str, int] = {}
+
+    def value(self, name: str) -> Fraction:
+        if name not in self._values:
+            value = 2 + int(hashlib.sha256(f"{self._point}{name}".encode()).hexdigest(), 16) % 97
+            while value in self._values.values():
+                value += 1
+            self._values[name] = value
+        return Fraction(self._values[name])
+
+
+def _compare_bare(gold: str, answer: str) -> Comparison:
+    """Words or commands stand beside a number: where the numbers are equal, a person must say what these mean."""
+    try:
+        right, given = (_evaluated(ungrouped(bare) if grouped(bare) else bare) for bare in map(_bare, (gold, answer)))
+        same = same_number(right, given)
+    except NotEvaluated:
+        return _DIFFERENT
+    return Comparison("review", "text_beside", "the same number, and more beside it") if same else _DIFFERENT
+
+
+def _bare(text: str) -> str:
+    return clean(_BESIDE.sub(" ", text).strip(" ."))
 
 
 def _formula(text: str) -> bool:

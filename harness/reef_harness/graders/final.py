@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from reef_harness.graders.base import Grader, Verdict
+from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.graders.boxed import verdict_of
 from reef_harness.graders.equivalence import canonical, compare
 from reef_harness.graders.places import only_final
@@ -30,12 +30,12 @@ class FinalGrader(Grader):
         if comparing not in ("integer", "text", "latex"):
             raise ValueError(f"comparing must be integer, text or latex, got {comparing!r}")
         self.comparing = comparing
-        self.version = "1" if comparing == "integer" else f"1-{comparing}"
+        self.version = {"integer": "1", "text": "1-text", "latex": "2-latex"}[comparing]
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer; but for "latex" every verdict is correct (score 1) or incorrect (score 0).
 
-        Raises ValueError for a gold that no answer could ever equal: here an integer is wanted, or at least some text.
+        Raises BadGold for a gold that no answer could ever equal: here an integer is wanted, or at least some text.
         """
         self._check(gold)
         if finish_reason != "stop":
@@ -69,6 +69,6 @@ class FinalGrader(Grader):
 
     def _check(self, gold: str) -> None:
         if self.comparing == "integer" and not self._integer.fullmatch(gold):
-            raise ValueError(f"the gold answer must be an integer without leading zeros, got {gold!r}")
+            raise BadGold(f"the gold answer must be an integer without leading zeros, got {gold!r}")
         if not gold.strip():
-            raise ValueError("the gold answer is empty")
+            raise BadGold("the gold answer is empty")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reef_harness.graders.apart import ScriptFailed, TookTooLong, ask, need
-from reef_harness.graders.base import Grader, Verdict
+from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.types import Item
 
 _SCRIPT = Path(__file__).with_name("json_schema_script.py")
@@ -24,7 +24,7 @@ class JsonSchemaGrader(Grader):
     """
 
     id = "json-schema"
-    version = "1"
+    version = "2"
 
     def __init__(self, *, timeout_s: float = 10.0, memory_mib: int = 1024, parallel: int | None = None) -> None:
         need("jsonschema", "json-schema")
@@ -36,7 +36,7 @@ class JsonSchemaGrader(Grader):
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.grade, text, gold, finish_reason)
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
-        """Judge one answer. Raises ValueError for a gold that is no schema, or refers to one that is not there."""
+        """Judge one answer. Raises BadGold for a gold that is no schema, or refers to one that is not there."""
         if finish_reason != "stop":
             return self.malformed("unfinished")
         answer = _value(text)
@@ -55,7 +55,9 @@ class JsonSchemaGrader(Grader):
 
     def _verdict(self, result: str, detail: str) -> Verdict:
         if result == "bad_gold":
-            raise ValueError(f"the gold answer must be a JSON Schema: {detail}")
+            raise BadGold(f"the gold answer must be a JSON Schema: {detail}")
+        if result == "too_large":
+            return self.review(result, "a number too large for the validator's arithmetic")
         if result in ("valid", "invalid"):
             return self.decided(result == "valid", result, detail)
         return self.malformed(result, detail)

@@ -34,6 +34,8 @@ def check(schema_text: str, answer_text: str) -> dict[str, str]:
         kind.check_schema(schema)
     except (Refused, exceptions.SchemaError) as error:
         return {"result": "bad_gold", "detail": f"{error!s:.300}"}
+    except Unresolvable as error:
+        return {"result": "bad_gold", "detail": f"a draft that is not known: {error!s:.300}"}
     try:
         value = read(answer_text)
     except Refused as error:
@@ -42,6 +44,10 @@ def check(schema_text: str, answer_text: str) -> dict[str, str]:
         found = exceptions.best_match(kind(schema, registry=REGISTRY).iter_errors(value))
     except Unresolvable as error:
         return {"result": "bad_gold", "detail": f"a reference that is not in the schema: {error!s:.300}"}
+    except RecursionError:  # nesting of the value is bounded, so the schema refers to itself without an end
+        return {"result": "bad_gold", "detail": "a reference that leads back to itself"}
+    except OverflowError:  # multipleOf and the like divide by floats
+        return {"result": "too_large"}
     if found is None:
         return {"result": "valid"}
     return {"result": "invalid", "detail": f"{found.json_path:.100}: {found.message:.300}"}

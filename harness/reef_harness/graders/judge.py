@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from reef_harness.graders.base import Grader, Outcome, Verdict
+from reef_harness.graders.base import BadGold, Grader, Outcome, Verdict
 from reef_harness.keys import is_here
 from reef_harness.types import Item, Json
 
@@ -71,8 +71,7 @@ class JudgeGrader(Grader):
         parallel: int = 8,
         backoff_s: float = 1.0,
     ) -> None:
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise ValueError(f"the judge's url must begin with http:// or https://, got {url!r}")
+        _check_url(url)
         if not rubric.strip():
             raise ValueError("the judge's rubric is empty")
         if not 0 < threshold <= 1:
@@ -85,7 +84,8 @@ class JudgeGrader(Grader):
         # Another rubric or model judges otherwise, so it is another version.
         told = json.dumps([model, rubric, threshold, needs_gold])
         self.version = f"1-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._key = _checked_key(key or "")
+        self._headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
         self._tls = ssl.create_default_context() if url.startswith("https:") else False
         self._slots = asyncio.Semaphore(parallel)
 
@@ -93,16 +93,17 @@ class JudgeGrader(Grader):
         """As every grader does; items without gold are judged by the rubric alone where that is wanted."""
         if item.gold is None and not self.needs_gold:
             item = replace(item, gold="")
-        return await super().judge(item, text, finish_reason)
+        verdict = await super().judge(item, text, finish_reason)
+        return replace(verdict, detail=self._without_key(verdict.detail))  # whatever has said it
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
-        """Judge one answer to an unknown question; not within a running loop. Raises ValueError for an empty gold."""
+        """Judge one answer to an unknown question; not within a running loop. Raises BadGold for an empty gold."""
         return asyncio.run(self.grade_later(Item("", (), gold), gold, text, finish_reason))
 
     async def grade_later(self, item: Item, gold: str, text: str, finish_reason: str) -> Verdict:
         """Ask the judge about one answer."""
         if self.needs_gold and not gold.strip():
-            raise ValueError("the gold answer is empty")
+            raise BadGold("the gold answer is empty")
         if finish_reason != "stop":
             return self.malformed("unfinished")
         if not text.strip():
@@ -113,13 +114,13 @@ class JudgeGrader(Grader):
         try:
             async with self._slots:
                 reply = await self._ask(self._messages(item.question, gold, text, nonce))
-            score, reason = read_reply(reply, nonce)
+            score, reason = read_reply(self._without_key(reply), nonce)
         except Unreachable as error:
-            return self.error("judge_unreachable", str(error))
+            return self.error("judge_unreachable", self._without_key(str(error)))
         except Refused as error:
-            return self.error("judge_refused", str(error))
+            return self.error("judge_refused", self._without_key(str(error)))
         except Unreadable as error:
-            return self.error("judge_unreadable", str(error))
+            return self.error("judge_unreadable", self._without_key(str(error)))
         outcome: Outcome = "correct" if score >= self.threshold else "incorrect"
         return Verdict(outcome, score, "judged", True, self.id, self.version, reason)
 
@@ -130,6 +131,9 @@ class JudgeGrader(Grader):
         parts.append(f"Answer to be graded:\n--- begin {nonce}\n{text}\n--- end {nonce}")
         rules = _RULES.format(nonce=nonce, rubric=self.rubric.strip())
         return [{"role": "system", "content": rules}, {"role": "user", "content": "\n\n".join(parts)}]
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
 
     async def _ask(self, messages: list[Json]) -> str:
         """The reply's text. Raises Unreachable, Refused and Unreadable."""
@@ -146,14 +150,36 @@ class JudgeGrader(Grader):
                     said = f"{type(error).__name__}: {error}"
                 else:
                     if response.status_code == 200:
-                        return _content(response)
-                    said = f"HTTP {response.status_code}: {response.text[:200]}"
+                        return _content(response, self._without_key(response.text))
+                    said = f"HTTP {response.status_code}: {self._without_key(response.text)[:200]}"
                     if response.status_code not in (408, 429, 500, 502, 503, 504):
                         raise Refused(said)
                     wait_s = max(wait_s, _retry_after_s(response))
                 if attempt + 1 < self.tries:
                     await asyncio.sleep(min(wait_s, _MAX_WAIT_S))
         raise Unreachable(f"{self.url} gave no reply in {self.tries} tries; the last: {said}")
+
+
+def _check_url(url: str) -> None:
+    """Raise ValueError, without the url where it holds a password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"the judge's url cannot be read: {error}") from error
+    if "@" in parts.netloc:
+        raise ValueError("the judge's url must hold no user and no password: give a key")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"the judge's url must begin with http:// or https:// and a host, got {url!r}")
+    if parts.query or parts.fragment:
+        raise ValueError("the judge's url must have no query (?) and no fragment (#)")
+
+
+def _checked_key(key: str) -> str:
+    """Without white space around it, as a file's last line has. Raises ValueError, which does not tell the key."""
+    key = key.strip()
+    if not all("!" <= character <= "~" for character in key):
+        raise ValueError("the judge's key must be printable ASCII characters without blanks between them")
+    return key
 
 
 def read_reply(reply: str, nonce: str) -> tuple[float, str]:
@@ -181,14 +207,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
     return found
 
 
-def _content(response: httpx.Response) -> str:
+def _content(response: httpx.Response, shown: str) -> str:
+    """The reply's text; ``shown`` is the body as it may be told."""
     try:
         choice = response.json()["choices"][0]
         content, finish_reason = choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise Unreadable(f"not a chat completion: {response.text[:200]!r}") from error
+        raise Unreadable(f"not a chat completion: {shown[:200]!r}") from error
     if not isinstance(content, str) or finish_reason not in ("stop", None):
-        raise Unreadable(f"not a whole reply: finish_reason {finish_reason!r}, {str(content)[:200]!r}")
+        raise Unreadable(f"not a whole reply: finish_reason {finish_reason!r:.50}, {shown[:200]!r}")
     return content
 
 

@@ -5,6 +5,7 @@ What is read: integers, decimals, ``+ - * / \\cdot \\times \\div``, implicit pro
 computed, so that ``10^{10^{10}}`` costs no more than its eleven characters.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ MAX_NESTING = 40
 MAX_BITS = 20_000  # of a numerator or denominator
 _DIGITS = 100  # of what is irrational
 _ZERO = Decimal(10) ** -60  # a difference this small beside its terms is rounding of the 100 digits
+_FINE = Decimal(10) ** -40  # what is smaller beside its sum would be lost where 50 digits are compared
+_MAX_ROUNDED_BITS = 128  # of a fraction that enters the 100 digits, for the same reason
 
 _context = Context(
     prec=_DIGITS, Emax=10**6, Emin=-(10**6), traps=[DivisionByZero, InvalidOperation, Overflow, Underflow]
@@ -105,22 +108,38 @@ def close(a: Exact, b: Exact, relative: Fraction) -> bool:
     """Whether ``a`` is within ``relative`` of ``b``. Fractions are compared exactly."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return abs(a - b) <= relative * abs(b)
-    x, y = _decimal(a), _decimal(b)
+    x, y = _rounded(a), _rounded(b)
     difference = _context.subtract(x, y).copy_abs()
-    return difference <= _context.multiply(_decimal(relative), y.copy_abs())
+    return difference <= _context.multiply(_rounded(relative), y.copy_abs())
+
+
+def long(number: Exact) -> bool:
+    """Whether it is a fraction with more digits than can be told from its neighbours once it is rounded."""
+    return isinstance(number, Fraction) and _bits(number) > _MAX_ROUNDED_BITS
 
 
 # ---- arithmetic
 
 
-def _decimal(number: Exact) -> Decimal:
+def _bits(number: Fraction) -> int:
+    return max(number.numerator.bit_length(), number.denominator.bit_length())
+
+
+def _rounded(number: Exact) -> Decimal:
     if isinstance(number, Decimal):
         return number
     return _context.divide(Decimal(number.numerator), Decimal(number.denominator))
 
 
+def _decimal(number: Exact) -> Decimal:
+    """A number that more is computed with. One too long would take its last digits, and its difference, away."""
+    if long(number):
+        raise TooLarge("a number too long to be computed with what is irrational")
+    return _rounded(number)
+
+
 def _bounded(number: Fraction) -> Fraction:
-    if max(number.numerator.bit_length(), number.denominator.bit_length()) > MAX_BITS:
+    if _bits(number) > MAX_BITS:
         raise TooLarge(f"a number of more than {MAX_BITS} bits")
     return number
 
@@ -129,10 +148,11 @@ def _add(a: Exact, b: Exact) -> Exact:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return _bounded(a + b)
     x, y = _decimal(a), _decimal(b)
+    smaller, larger = sorted((x.copy_abs(), y.copy_abs()))
+    if 0 < smaller < _context.multiply(_FINE, larger):
+        raise TooLarge("a sum of terms too far apart")
     total = _context.add(x, y)
-    if total.copy_abs() <= _context.multiply(_ZERO, max(x.copy_abs(), y.copy_abs())):
-        return Fraction(0)
-    return total
+    return Fraction(0) if total.copy_abs() <= _context.multiply(_ZERO, larger) else total
 
 
 def _negate(a: Exact) -> Exact:
@@ -167,7 +187,14 @@ def _power(base: Exact, exponent: Exact) -> Exact:
             return _whole_power(_root(base, exponent.denominator), exponent.numerator)
     if base < 0:
         raise NotReal("a broken power of a negative number")
-    return _context.power(_decimal(base), _decimal(exponent))
+    return _apart(_context.power(_decimal(base), _decimal(exponent)))
+
+
+def _apart(power: Decimal) -> Decimal:
+    """A power that can still be told from 1. Roots of roots come as near to it as one likes."""
+    if power != 1 and _context.subtract(power, Decimal(1)).copy_abs() < _FINE:
+        raise TooLarge("a power too near to 1")
+    return power
 
 
 def _power_of_zero(exponent: Exact) -> Exact:
@@ -181,7 +208,7 @@ def _power_of_zero(exponent: Exact) -> Exact:
 def _whole_power(base: Exact, exponent: int) -> Exact:
     if isinstance(base, Decimal):
         return _context.power(base, Decimal(exponent))
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    bits = _bits(base)
     if abs(base) == 1 or exponent == 0:
         return base if exponent % 2 else Fraction(1)
     if (bits - 1) * abs(exponent) > MAX_BITS:
@@ -199,19 +226,31 @@ def _root(base: Exact, degree: int) -> Exact:
         top, bottom = _whole_root(base.numerator, degree), _whole_root(base.denominator, degree)
         if top is not None and bottom is not None:
             return Fraction(top, bottom)
-    return _context.power(_decimal(base), _context.divide(Decimal(1), Decimal(degree)))
+    return _apart(_context.power(_decimal(base), _context.divide(Decimal(1), Decimal(degree))))
 
 
 def _whole_root(number: int, degree: int) -> int | None:
-    """The integer whose ``degree``-th power is ``number``, or None. Bisection: at most MAX_BITS / degree halvings."""
-    low, high = 0, 1 << (number.bit_length() // degree + 1)
-    while low < high:
-        middle = (low + high) // 2
-        if middle**degree < number:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low**degree == number else None
+    """The integer whose ``degree``-th power is ``number``, or None.
+
+    Newton's iteration in integers, from above. It starts within 2**-29 of the root, by a floating-point logarithm, and
+    so takes about five steps for a root of 10,000 bits.
+    """
+    if number < 2 or degree == 1:
+        return number
+    if number.bit_length() <= degree:
+        return None  # below 2**degree
+    root = math.isqrt(number) if degree == 2 else _floor_root(number, degree)
+    return root if root**degree == number else None
+
+
+def _floor_root(number: int, degree: int) -> int:
+    power, part = divmod(math.log2(number) / degree, 1)
+    start = int(2**part * (1 << 52)) + (1 << 23)
+    shift = int(power) - 52
+    root = (start << shift if shift >= 0 else start >> -shift) + 1
+    while (following := ((degree - 1) * root + number // root ** (degree - 1)) // degree) < root:
+        root = following
+    return root
 
 
 # ---- reading
@@ -374,6 +413,8 @@ class _Parser:
         if len(token) == 1 and token.isalpha():
             self._at -= 1
             return self._atom()
+        if token in ("-", "+"):
+            raise Ambiguous("without braces only the sign is in the exponent")
         raise Unreadable(f"expected braces, got {token!r}")
 
     def _sqrt(self) -> Exact:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from reef_harness.graders.apart import ScriptFailed, TookTooLong, need
-from reef_harness.graders.base import Grader, Verdict
+from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.graders.boxed import last_box
 from reef_harness.graders.notation import clean
 from reef_harness.graders.served import Servers
@@ -40,9 +40,9 @@ class MathVerifyGrader(Grader):
         return await asyncio.get_running_loop().run_in_executor(self._pool, self.grade, text, gold, finish_reason)
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
-        """Judge one answer. Raises ValueError for a gold that math-verify cannot read."""
+        """Judge one answer. Raises BadGold for a gold that math-verify cannot read."""
         if not gold.strip():
-            raise ValueError("the gold answer is empty")
+            raise BadGold("the gold answer is empty")
         if finish_reason != "stop":
             return self.malformed("unfinished")
         box = last_box(text)
@@ -67,7 +67,7 @@ class MathVerifyGrader(Grader):
     def _verdict(self, gold: str, result: str, detail: str) -> Verdict:
         match result:
             case "bad_gold":
-                raise ValueError(f"math-verify cannot read the gold answer {gold!r}")
+                raise BadGold(f"math-verify cannot read the gold answer {gold!r}")
             case "unreadable":
                 return self.malformed("unreadable", detail)
             case "too_large":

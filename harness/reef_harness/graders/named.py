@@ -1,6 +1,7 @@
 """Graders by name, for the command line and configuration files."""
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -13,6 +14,8 @@ from reef_harness.graders.final import FinalGrader
 from reef_harness.graders.number import NumberGrader
 
 Options = dict[str, str]
+
+_MAX_NUMBER = 1_000_000  # seconds or MiB of an option
 
 
 def grader_of(spec: str) -> Grader:
@@ -60,13 +63,55 @@ def _imported(module: str, attribute: str) -> Grader:
 # ---- one maker each: takes the options that it knows out of ``options``
 
 
+def _number_of(options: Options, key: str, default: float) -> float:
+    """A finite number above 0. Raises ValueError, naming the option."""
+    given = options.pop(key, None)
+    try:
+        number = float(default if given is None else given)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= _MAX_NUMBER:  # not for nan either
+        raise ValueError(f"option {key} must be a number above 0 and at most {_MAX_NUMBER}, got {given!r}")
+    return number
+
+
+def _whole_of(options: Options, key: str, default: int) -> int:
+    number = _number_of(options, key, default)
+    if number != int(number):
+        raise ValueError(f"option {key} must be a whole number, got {number:g}")
+    return int(number)
+
+
+def _fraction_of(options: Options, key: str) -> Fraction:
+    given = options.pop(key, "0")
+    try:
+        return Fraction(given)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"option {key} must be a number such as 0.001 or 1/1000, got {given!r}") from error
+
+
+def _switch_of(options: Options, key: str, default: str) -> bool:
+    given = options.pop(key, default)
+    if given not in ("yes", "no"):
+        raise ValueError(f"option {key} must be yes or no, got {given!r}")
+    return given == "yes"
+
+
+def _text_of(options: Options, key: str) -> str:
+    path = options.pop(key)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"option {key} must name a text file, got {path!r}: {error}") from error
+
+
 def _final(options: Options) -> Grader:
     return FinalGrader(options.pop("comparing", "integer"))  # type: ignore[arg-type]  # it checks
 
 
 def _number(options: Options) -> Grader:
-    where, tolerance = options.pop("where", "final"), options.pop("tolerance", "0")
-    return NumberGrader(where, Fraction(tolerance))  # type: ignore[arg-type]  # it checks
+    where = options.pop("where", "final")
+    return NumberGrader(where, _fraction_of(options, "tolerance"))  # type: ignore[arg-type]  # it checks
 
 
 def _choice(options: Options) -> Grader:
@@ -76,23 +121,26 @@ def _choice(options: Options) -> Grader:
 def _math_verify(options: Options) -> Grader:
     from reef_harness.graders.math_verify import MathVerifyGrader  # the extra's package, in a process of its own
 
-    return MathVerifyGrader(timeout_s=float(options.pop("timeout_s", "10")))
+    return MathVerifyGrader(timeout_s=_number_of(options, "timeout_s", 10))
 
 
 def _json_schema(options: Options) -> Grader:
     from reef_harness.graders.json_schema import JsonSchemaGrader
 
-    return JsonSchemaGrader(timeout_s=float(options.pop("timeout_s", "10")))
+    return JsonSchemaGrader(timeout_s=_number_of(options, "timeout_s", 10))
 
 
 def _code(options: Options) -> Grader:
     from reef_harness.graders.code import CodeGrader, Limits
 
-    numbers = {key: float(options.pop(key)) for key in ("wall_s", "cpu_s") if key in options}
-    memory = {"memory_mib": int(options.pop("memory_mib"))} if "memory_mib" in options else {}
+    limits = Limits(
+        wall_s=_number_of(options, "wall_s", Limits().wall_s),
+        cpu_s=_number_of(options, "cpu_s", Limits().cpu_s),
+        memory_mib=_whole_of(options, "memory_mib", Limits().memory_mib),
+    )
     python = Path(options.pop("python")) if "python" in options else None
     isolation = options.pop("isolation", "namespaces")
-    return CodeGrader(Limits(**numbers, **memory), isolation=isolation, python=python)  # type: ignore[arg-type]
+    return CodeGrader(limits, isolation=isolation, python=python)  # type: ignore[arg-type]
 
 
 def _judge(options: Options) -> Grader:
@@ -103,10 +151,10 @@ def _judge(options: Options) -> Grader:
     return JudgeGrader(
         options.pop("url"),
         model=options.pop("model"),
-        rubric=Path(options.pop("rubric")).read_text(encoding="utf-8"),
-        threshold=float(options.pop("threshold", "0.5")),
+        rubric=_text_of(options, "rubric"),
+        threshold=_number_of(options, "threshold", 0.5),
         key=os.environ.get(options.pop("key_env", "REEF_JUDGE_KEY")),
-        needs_gold=options.pop("needs_gold", "yes") != "no",
+        needs_gold=_switch_of(options, "needs_gold", "yes"),
     )
 
 

@@ -1,6 +1,7 @@
 """LaTeX as it is compared: what changes only the look is taken away. Linear in the length of the text."""
 
 import re
+from fractions import Fraction
 
 _UNICODE = str.maketrans(
     {
@@ -81,6 +82,16 @@ def grouped(text: str) -> bool:
 def ungrouped(text: str) -> str:
     """The number without its separators."""
     return text.replace(",", "").replace(" ", "")
+
+
+def spelled(number: Fraction) -> str:
+    """A fraction as text, for comparing with others spelled here: in decimal, or in hexadecimal where it is long.
+
+    Python refuses to write more than 4,300 decimal digits, since that takes quadratic time.
+    """
+    if max(number.numerator.bit_length(), number.denominator.bit_length()) < 10_000:
+        return str(number)
+    return f"{number.numerator:#x}/{number.denominator:#x}"
 
 
 def _space(found: "re.Match[str]") -> str:

@@ -2,12 +2,14 @@
 
 import re
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from reef_harness.graders.base import Grader, Verdict
+from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.graders.boxed import last_box
+from reef_harness.graders.lone import Fault, fault_beside
+from reef_harness.graders.notation import spelled
 from reef_harness.graders.places import only_final
 
 Where = Literal["final", "boxed", "last"]
@@ -77,8 +79,10 @@ class NumberGrader(Grader):
     """Wants one number equal to gold: 0.5, 1/2, 5e-1 and 0.50 are the same, 0.3333 and 1/3 are not.
 
     ``where`` the number stands: "final", alone in the one ``<final>`` field that ends the text; "boxed", alone in the
-    last ``\\boxed{}``; "last", the last number of the text, whatever it belongs to. ``tolerance`` is relative to gold
-    and exact (as ``Fraction("0.001")``); 0 by default: nothing is rounded. A percentage equals a percentage only.
+    last ``\\boxed{}``; "last", the last number of the text, where it stands alone: a part of a power or a root is
+    none, and where its sign or a letter beside it leaves a doubt, an answer that may be right is for a person.
+    ``tolerance`` is relative to gold and exact (as ``Fraction("0.001")``); 0 by default: nothing is rounded. A
+    percentage equals a percentage only.
     """
 
     id = "number"
@@ -89,29 +93,37 @@ class NumberGrader(Grader):
         if not 0 <= tolerance < 1:
             raise ValueError(f"tolerance must be a share of gold from 0 to below 1, got {tolerance}")
         self.where, self.tolerance = where, Fraction(tolerance)
-        self.version = f"1-{where}" + (f"-{self.tolerance}" if tolerance else "")
+        self.version = ("2-last" if where == "last" else f"1-{where}") + (f"-{self.tolerance}" if tolerance else "")
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
-        """Judge one answer. Raises ValueError for a gold that is not a number, or has too many digits to compute."""
+        """Judge one answer. Raises BadGold for a gold that is not a number, or has too many digits to compute."""
         try:
             right = read_number(gold)
             if right.below != "1" or self.tolerance:
                 _ = right.value
         except ValueError as error:
-            raise ValueError(f"the gold answer must be a number: {error}") from error
+            raise BadGold(f"the gold answer must be a number: {error}") from error
         if finish_reason != "stop":
             return self.malformed("unfinished")
         found, fault = self._find(text)
         if found is None:
             return self.malformed(fault)
-        return self._compare(right, found)
+        beside = self._beside(text) if self.where == "last" else None
+        if beside == "not_a_number":
+            return self.malformed(beside, f"{found[:200]!r} is part of something else")
+        verdict = self._compare(right, found)
+        if beside and (verdict.correct or self._may_be(right, found, beside)):
+            return self.review(beside, f"read {found[:200]!r}")
+        return verdict
 
     def read(self, text: str) -> str | None:
         """The number, as a fraction in lowest terms."""
         found, _ = self._find(text)
+        if self.where == "last" and self._beside(text):
+            return None
         try:
             number = read_number(found or "")
-            return str(number.value) + ("%" if number.percent else "")
+            return spelled(number.value) + ("%" if number.percent else "")
         except ValueError:
             return None
 
@@ -124,8 +136,28 @@ class NumberGrader(Grader):
             return last_box(text), "no_box"
         if not text.isascii() and any(character.isdigit() and not character.isascii() for character in text):
             return None, "strange_characters"
-        last = deque(_IN_TEXT.finditer(text), maxlen=1)
-        return (last[0][0].rstrip(".,"), "") if last else (None, "no_number")
+        last = _last(text)
+        return (text[slice(*last)], "") if last else (None, "no_number")
+
+    def _beside(self, text: str) -> Fault | None:
+        last = _last(text)
+        return fault_beside(text, *last) if last else None
+
+    def _may_be(self, gold: Number, found: str, beside: Fault) -> bool:
+        """Whether it is gold with the other sign, or the end of a gold whose thousands are apart."""
+        try:
+            return self._may_be_number(gold, read_number(found), found, beside)
+        except ValueError:  # NotANumber, TooManyDigits
+            return False
+
+    def _may_be_number(self, gold: Number, given: Number, found: str, beside: Fault) -> bool:
+        if gold.percent != given.percent:
+            return True
+        if beside == "not_alone":
+            whole = gold.digits + "0" * gold.exponent if 0 <= gold.exponent < _MAX_EXPONENT else ""
+            return len(found) == 3 and whole.endswith(found)
+        turned = replace(given, sign=-given.sign)
+        return turned == gold or self._computed_equal(gold, turned)
 
     def _compare(self, gold: Number, found: str) -> Verdict:
         detail = f"read {found[:200]!r}"
@@ -144,3 +176,9 @@ class NumberGrader(Grader):
         if gold.below == given.below == "1" and not self.tolerance:
             return False  # two decimals, told apart by their digits
         return abs(given.value - gold.value) <= self.tolerance * abs(gold.value)
+
+
+def _last(text: str) -> tuple[int, int] | None:
+    """Where the last number of a text begins and ends."""
+    last = deque(_IN_TEXT.finditer(text), maxlen=1)
+    return (last[0].start(), last[0].start() + len(last[0][0].rstrip(".,"))) if last else None

@@ -34,11 +34,12 @@ def run(
     cwd: Path,
     env: Mapping[str, str],
     pass_fds: Sequence[int] = (),
+    user: int | None = None,
 ) -> Finished:
     """Run ``argv`` to its end, at most ``wall_s`` seconds and ``output_bytes`` on stdout and stderr each.
 
-    Whatever is left of its process group is killed at the end, however that comes. Raises OSError where it cannot be
-    started.
+    ``user`` is whom to start it as, for a root only. Whatever is left of its process group is killed at the end,
+    however that comes. Raises OSError where it cannot be started.
     """
     with tempfile.TemporaryFile() as given:
         given.write(stdin)
@@ -52,6 +53,9 @@ def run(
             env=env,
             pass_fds=pass_fds,
             start_new_session=True,
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
         )
     with process:
         try:

@@ -89,17 +89,19 @@ class Sandbox:
             home = Path(name)
             (home / "solution.py").write_text(source, encoding="utf-8", errors="replace")
             shutil.copyfile(_RUNNER, home / "runner.py")
-            told = json.dumps({**asdict(self.limits), "user": user, "isolation": self.isolation})
-            if self.isolation == "namespaces":
-                return self._in_namespaces(python, home, [told, mode, function], stdin)
+            namespaces = self.isolation == "namespaces"  # these are made by that user, who is then inside them
+            become = None if namespaces else user
+            told = json.dumps({**asdict(self.limits), "user": become, "isolation": self.isolation})
+            if namespaces:
+                return self._in_namespaces(python, home, [told, mode, function], stdin, user)
             return self._as_process(python, home, [told, mode, function], stdin, user)
 
-    def _in_namespaces(self, python: Path, home: Path, told: Sequence[str], stdin: bytes) -> Finished:
+    def _in_namespaces(self, python: Path, home: Path, told: Sequence[str], stdin: bytes, user: int | None) -> Finished:
         home.chmod(0o755)
         reader, writer = os.pipe()
         try:
             inside = [str(python), "-I", "-S", "-B", "/code/runner.py", *told]
-            finished = self._started([*self._bubblewrap(python, home, writer), *inside], home, stdin, (writer,))
+            finished = self._started([*self._bubblewrap(python, home, writer), *inside], home, stdin, (writer,), user)
             os.set_blocking(reader, False)
             status = os.read(reader, 65_536)
         except BlockingIOError:
@@ -112,19 +114,17 @@ class Sandbox:
         return finished
 
     def _bubblewrap(self, python: Path, home: Path, status: int) -> list[str]:
-        """The command before the command. A root keeps no more than what the runner needs to become another user."""
+        """The command before the command: a root's is run by another user, so that it is the same for all."""
         prefix = python.parent.parent
         shared = [path for path in (*_SYSTEM, str(prefix)) if Path(path).exists() and path != "/usr"]
         binds = [part for path in shared if not path.startswith("/usr/") for part in ("--ro-bind", path, path)]
-        root = os.geteuid() == 0
         return [
             self._bwrap,
             *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-            *(() if root else ("--unshare-user", "--disable-userns")),
-            *("--die-with-parent", "--new-session", "--cap-drop", "ALL"),
-            *(("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if root else ()),
+            *("--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
             *("--ro-bind", "/usr", "/usr", *binds, "--ro-bind", str(home), "/code", "--dev", "/dev"),
-            *("--size", str(self.limits.files_mib << 20), "--tmpfs", "/tmp", "--chdir", "/tmp"),
+            *("--size", str(self.limits.files_mib << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+            *("--size", str(self.limits.files_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"),
             *("--json-status-fd", str(status)),
         ]
 
@@ -141,7 +141,9 @@ class Sandbox:
                 everything = ["/bin/kill", "-KILL", "--", "-1"]
                 subprocess.run(everything, user=user, group=user, extra_groups=[], capture_output=True, check=False)
 
-    def _started(self, argv: list[str], cwd: Path, stdin: bytes, pass_fds: Sequence[int]) -> Finished:
+    def _started(
+        self, argv: list[str], cwd: Path, stdin: bytes, pass_fds: Sequence[int], user: int | None = None
+    ) -> Finished:
         limits = self.limits
         return run(
             argv,
@@ -151,6 +153,7 @@ class Sandbox:
             cwd=cwd,
             env={**_ENV, "PATH": os.defpath},
             pass_fds=pass_fds,
+            user=user,
         )
 
 
