@@ -158,6 +158,7 @@ class FakeEngines:
         self.faults = faults
         self.served: str | None = None
         self.candidate: str | None = None
+        self.lent: str | None = None
         self.loads: list[str] = []
         self.also_called: list[str] = []
         self.lack_files = False

@@ -230,7 +230,7 @@ async def lend_engine(name: str, release_id: str, http: HttpRequest) -> Response
 
 @router.delete(
     "/{name}/releases/{release_id}/engine",
-    openapi_extra={"parameters": [query("loan", "That is given back", type="string")]},
+    openapi_extra={"parameters": [{**query("loan", "That is given back", type="string"), "required": True}]},
     responses=answers(400, 404, 503),
 )
 async def give_engine_back(name: str, release_id: str, http: HttpRequest) -> Response:

@@ -72,7 +72,8 @@ class Aim:
         """Of a right request: parameters, headers and fields, half of the time."""
         if self._dice.random() < 0.5:
             return
-        known = {**self._ids, "name": ["doomed" if route.startswith("DELETE") else "kept"]}
+        doomed = route.startswith("DELETE") and not route.endswith("/engine")
+        known = {**self._ids, "name": ["doomed" if doomed else "kept"]}
         for name in case.path_parameters or {}:
             case.path_parameters[name] = self._dice.choice(known[name])
         if "confirm" in (case.query or {}):
