@@ -410,7 +410,9 @@ def test_a_process_of_wandbs_that_is_killed_is_one_warning_and_its_rows_are_writ
 
     asyncio.run(live())
     assert len(warnings(caplog)) == 1
-    assert steps(files(tmp_path / "run")[-1]) == [1, 2, 3]
+    killed, last = map(steps, files(tmp_path / "run"))
+    assert last in ([1, 2, 3], [2, 3])  # what was marked as written is in the file of the one that was killed
+    assert {*killed, *last} == {1, 2, 3}
 
 
 def test_a_disk_that_takes_nothing_for_a_while_is_one_warning_and_nothing_is_lost(
