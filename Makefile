@@ -15,12 +15,13 @@ demo: $(INSTALLED)  ## set up, run the whole loop, see the model learn
 	$(RUN) recipes.arithmetic.demo
 
 test: lint postgres sandbox sglang-cpu  ## set up, check style, types and floors, run every test
-	$(RUN) pytest
+	$(MAKE) test-fast
+	$(RUN) pytest -m "slow or gpu"
 	@test -z "$$CI$(HARBOR_PYTHON)" && echo "No Python >= 3.12 is here, so Harbor's tests are skipped: make test-harbor" \
 	|| $(MAKE) test-harbor
 
 test-fast: $(INSTALLED)  ## under two minutes: no Ray, and one shared record-only service
-	$(RUN) pytest -m "not slow and not gpu"
+	$(RUN) pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-harbor: $(INSTALLED) $(HARBOR) sandbox  ## Harbor's own command and agents against the real service
 	.venv-harbor/bin/python -m pytest -c harness/harbor_tests/pytest.ini harness/harbor_tests

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 from aiohttp import web
+from hypothesis import HealthCheck, settings
 
 from tests import postgres
 
@@ -29,7 +30,15 @@ RECORD_ONLY = ("--training.backend", "none")
 OPEN = ("--reef.access", "open")  # most tests are not about keys; those that are say `--reef.access key`
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-KILL_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 60.0
+REAP_TIMEOUT_S = 10.0
+# With more than 20 connections httpx's pool closes those that rest, also one that another thread was just given:
+# "Bad file descriptor".
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+# The same examples each time, however long they take to draw and to try on a busy machine.
+settings.register_profile("reef", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("reef")
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +58,7 @@ class Service:
         self.settings = settings
         self.model = model
         self.url = ""
-        self.client = httpx.Client(timeout=60)
+        self.client = httpx.Client(timeout=60, limits=UNLIMITED)
         self._process: subprocess.Popen[bytes] | None = None
         self._seen: set[psutil.Process] = set()
         self._interrupted = False
@@ -125,6 +134,7 @@ class Service:
             self.interrupt()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
+                psutil.wait_procs(self._seen, timeout=REAP_TIMEOUT_S)  # its reapers remove its directories
             self._look()
             # psutil signals one that it knows has ended without a look at whose number it is by now: a thread of ours.
             for process in [process for process in self._seen if process.is_running()]:
@@ -140,6 +150,15 @@ class Service:
         """Everything it has started that still runs."""
         self._look()
         return [process for process in self._seen if process.is_running()]
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """Those of them with this in their command. One that ends meanwhile has none."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def log_tail(self, num_lines: int = 40) -> str:
         """The end of what it printed, of its log and of the engine's."""
@@ -256,6 +275,19 @@ def tool_recorder(make_service: MakeService, tmp_path_factory: pytest.TempPathFa
     return make_service(*RECORD_ONLY, model=model).start()
 
 
+@pytest.fixture(scope="session")
+def qwen3(
+    make_service: MakeService, make_fake_engine: Callable[..., FakeEngine], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Service, FakeEngine]:
+    """A service that only records, before an engine that a test has speak as Qwen3 does (`tests/service/says.py`)."""
+    from tests.chat.styles import make_model
+
+    engine = make_fake_engine()
+    engine.answers["/model_info"] = lambda *_: {"weight_version": engine.version, "context_length": 8192, "build": "x"}
+    model = make_model(STARTER, tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+    return make_service("--training.backend", "none", "--inference.url", engine.url, model=model).start(), engine
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failed test shows the logs of the services it used."""
@@ -288,7 +320,7 @@ class FakeEngine:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     def stop(self) -> None:
         with suppress(RuntimeError):  # its loop is closed: it has ended by itself

@@ -307,7 +307,7 @@ class House:
         return view["state"], view["reason"]
 
     async def until(self, true: Callable[[], Any]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not true():
                 assert not self.loop.done(), self.loop.exception()
                 await asyncio.sleep(0.005)

@@ -7,7 +7,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import psycopg
 from psycopg import sql
+
+from tests.ports import free_port
 
 BINARIES = max(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name), default=None)
 MISSING = "PostgreSQL is not installed: make postgres"
@@ -50,9 +51,7 @@ class PostgresServer:
             text=True,
         )
         assert made.returncode == 0, made.stdout + made.stderr
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
 
     def start(self) -> None:
         """Returns once it takes connections."""

@@ -22,6 +22,7 @@ from reef.config import load
 from reef.errors import ConfigError
 from reef.ledger import scenarios
 from reef.ledger.ledger import Ledger
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 STARTER = ROOT / "recipes" / "arithmetic" / "starter"
@@ -227,9 +228,7 @@ def test_a_port_that_is_held_is_named_and_nothing_stays_behind(reef: Command) ->
 def test_of_many_that_take_one_port_at_the_same_moment_one_has_it_and_the_others_name_it() -> None:
     from reef.service.run import _listen
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def take(barrier: threading.Barrier) -> socket.socket | str:
         barrier.wait()

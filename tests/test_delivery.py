@@ -224,7 +224,7 @@ def test_an_engine_that_dies_after_training_has_ended_gets_the_newest_release_on
         chain = await house.chain()
         assert house.engines.served == chain[4].id  # serving goes on
         house.engines.need_files()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while house.engines.served != chain[3].id:
                 await asyncio.sleep(0.005)
         house.dispatcher.stop()

@@ -24,7 +24,6 @@ import reef.progress
 from reef.errors import ConflictError, LoadFailedError, ReefError, StepFailedError, UnavailableError, WorkersLostError
 from reef.ledger import releases
 from reef.ledger.audit import audit
-from reef.ledger.reading import open_reading
 from reef.types import Operation, ReleaseState
 from tests.house import SCENARIO, Crash, House
 
@@ -82,7 +81,7 @@ class Lives(RuleBasedStateMachine):
 
     async def _settled(self) -> None:
         """Until the loop has nothing to do, or was killed."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.house.loop.done():
                 if self.house.dispatcher.progress.phase == "waiting" and not self.house.dispatcher._wake.is_set():
                     return
@@ -264,8 +263,7 @@ class Lives(RuleBasedStateMachine):
                 assert name not in trained
             else:  # waiting until a quarantine ends
                 assert (state, self.house.dispatcher.progress.paused is not None) == ("pending", True)
-        with open_reading(self.house.config.ledger_url) as connection:
-            assert list(audit(connection)) == []
+        assert self.do(self.house.ledger.read(lambda connection: list(audit(connection)))) == []
 
     def teardown(self) -> None:
         if hasattr(self, "links"):
@@ -304,7 +302,7 @@ class SentLives(Lives):
         async def work() -> None:
             self.house.engines.lack_files = True
             self.house.dispatcher.notify()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while self.house.engines.lack_files and not self.house.loop.done():
                     await asyncio.sleep(0.001)
             await self._alive_again()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.ray_nodes import ray_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GROUPS_OF_TWO = ("--recipe.config.group-size", "2", "--recipe.config.batch-size", "2")
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -40,7 +41,7 @@ def test_a_node_is_lost_in_a_step_and_every_sample_trains_once(make_service: Cal
             for worker in workers[lost]:
                 worker.kill()  # one that stands still does not notice that its node is gone
 
-            wait_for(lambda: served(service) == 2, "the second release", timeout_s=150)
+            wait_for(lambda: served(service) == 2, "the second release")
             (left,) = set(NODES) - {lost}
             assert len(named(nodes.raylet(left), "WorkerActor")) == 2
             assert len(named(nodes.raylet(left), "EngineActor")) == 1
@@ -52,7 +53,7 @@ def test_a_node_is_lost_in_a_step_and_every_sample_trains_once(make_service: Cal
             assert not (service.run_dir / "processes.json").exists() or processes(service.run_dir) == "[]"
 
             assert service.stop() == 0
-            wait_for(lambda: not actors(nodes.raylet(left)), "the end of the actors", timeout_s=20)
+            wait_for(lambda: not actors(nodes.raylet(left)), "the end of the actors")
             assert nodes.raylet(left).is_running()
         finally:
             service.end()
@@ -88,7 +89,12 @@ def trained(service: Any) -> list[str]:
 
 
 def named(raylet: psutil.Process, name: str) -> list[psutil.Process]:
-    return [process for process in raylet.children() if name in " ".join(process.cmdline()[:1])]
+    found = []
+    for process in raylet.children():
+        with suppress(psutil.NoSuchProcess):  # it ends meanwhile
+            if name in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def actors(raylet: psutil.Process) -> list[psutil.Process]:
@@ -99,7 +105,7 @@ def processes(run_dir: Path) -> str:
     return (run_dir / "processes.json").read_text()
 
 
-def wait_for(true: Callable[[], Any], what: str, timeout_s: float = 90) -> None:
+def wait_for(true: Callable[[], Any], what: str, timeout_s: float = 150) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

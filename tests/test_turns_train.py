@@ -97,7 +97,7 @@ def test_a_conversation_of_three_turns_trains_as_one_sequence(method: str, make_
     assert 0 < metrics["train_rollout_logprob_abs_diff"] < metrics["train_rollout_logprob_abs_diff_max"] < MAX_GAP
     assert metrics["grad_norm"] > 0
     assert metrics[f"{method}/policy_lag_max"] == 0
-    assert 0 < metrics[f"{method}/queue_age_s_max"] < 30
+    assert 0 < metrics[f"{method}/queue_age_s_max"] < 300
     assert (metrics["reward_mean"], metrics["reward/right"]) == (0.5, 0.5)
     assert metrics["tokens_per_s"] > 0
     assert 0 < metrics["async/trainer_wait_share"] <= 1

@@ -76,10 +76,10 @@ def phase(service: Service) -> str:
     return str(service.status()["training"]["phase"])
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + timeout_s
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WAIT_S
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        assert time.monotonic() < deadline, f"{what}: not within {WAIT_S:g} s"
         time.sleep(0.05)
     return found
 
@@ -106,16 +106,17 @@ def head(service: Service) -> str:
     return str(service.status()["scenario"]["head"])
 
 
-def serves(service: Service, number: int, timeout_s: float = WAIT_S) -> str:
+def serves(service: Service, number: int) -> str:
     """The id of release `number`, once the service's engine answers with it."""
-    until(lambda: (service.status()["scenario"]["served"] or "").endswith(f"-{number:06d}"), f"{number}", timeout_s)
+    until(lambda: (service.status()["scenario"]["served"] or "").endswith(f"-{number:06d}"), f"{number}")
     answer = service.chat()
     assert answer.headers["x-reef-release-id"].endswith(f"-{number:06d}")
     return str(answer.headers["x-reef-release-id"])
 
 
 def workers(service: Service) -> list[Any]:
-    return [process for process in service.processes() if "WorkerActor" in " ".join(process.cmdline()[:1])]
+    found: list[Any] = service.named("ray::WorkerActor")
+    return found
 
 
 def said(service: Service, text: str) -> bool:
@@ -124,7 +125,7 @@ def said(service: Service, text: str) -> bool:
 
 def reef(service: Service, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reef", *words, "--url", service.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_one_trains_what_both_are_told_and_both_serve_it_and_a_clean_stop_hands_over(pair: Pair) -> None:
@@ -132,12 +133,12 @@ def test_one_trains_what_both_are_told_and_both_serve_it_and_a_clean_stop_hands_
     here, there = answers(owner), answers(follower)
     names = grade(follower, "a", here)  # receipts of the one, reported to the other
     serves(owner, 1)
-    release = serves(follower, 1, 10)
+    release = serves(follower, 1)
     spans = follower.receipt(answers(follower)[0])["spans"]
     assert {span["release_id"] for span in spans} == {release}
     names += grade(owner, "b", there)
     serves(owner, 2)
-    serves(follower, 2, 10)
+    serves(follower, 2)
     assert pair.trained() == dict.fromkeys(names, 1)
     assert [follower.get(f"/reef/reports/{name}").json()["state"] for name in names] == ["trained"] * 4
 
@@ -151,7 +152,7 @@ def test_one_trains_what_both_are_told_and_both_serve_it_and_a_clean_stop_hands_
         assert (refused.status_code, refused.json()["error"]["code"]) == (ConflictError.status, "not_owner")
     rolled = owner.post("/reef/scenarios/s/rollback", {"release_id": release})
     assert rolled.status_code == 201, rolled.text
-    serves(follower, 3, 10)
+    serves(follower, 3)
 
     assert owner.stop() == 0
     assert pair.rows(
@@ -178,7 +179,7 @@ def test_the_other_one_finishes_the_batch_of_an_owner_that_was_killed_who_comes_
     late = grade(follower, "c", answers(follower))
     assert {follower.get(f"/reef/reports/{name}").json()["state"] for name in caught} == {"reserved"}
     owner.kill_9()
-    until(lambda: not owner.processes(), "what it had started ends by itself", 30)
+    until(lambda: not owner.processes(), "what it had started ends by itself")
 
     assert follower.chat().status_code == 200
     serves(follower, 3)
@@ -189,10 +190,10 @@ def test_the_other_one_finishes_the_batch_of_an_owner_that_was_killed_who_comes_
 
     owner.start()
     assert phase(owner) == "following"
-    serves(owner, 3, 10)
+    serves(owner, 3)
     names += grade(owner, "d", answers(owner))
     serves(follower, 4)
-    serves(owner, 4, 10)
+    serves(owner, 4)
     assert pair.trained() == dict.fromkeys(names, 1)
     pair.is_sound()
     recorded = {entry["pid"] for entry in json.loads((follower.run_dir / "processes.json").read_text())}
@@ -214,7 +215,7 @@ def test_an_owner_that_was_stopped_longer_than_its_lease_writes_nothing_more_and
     owner._process.send_signal(signal.SIGCONT)
     until(lambda: phase(owner) == "following", "it follows")
     assert said(owner, "does not own the ledger any more")
-    serves(owner, 2, 10)
+    serves(owner, 2)
     assert pair.rows("SELECT id, content_id, path FROM releases WHERE number = 2") == second
     assert str(follower.run_dir) in second[0][2]
     assert not (owner.run_dir / "releases" / second[0][0]).exists()

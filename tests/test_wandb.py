@@ -6,9 +6,11 @@ import asyncio
 import gc
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +53,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     gc.collect()  # here, where what wandb forgot is no error
     assert wandb_processes() == []
+    for left in Path(tempfile.gettempdir()).glob(f"wandb-{os.getpid()}-*"):  # of a process that was killed
+        shutil.rmtree(left)
     assert [thread.name for thread in threading.enumerate() if thread.name == "wandb"] == []
 
 
@@ -60,7 +64,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in told if record.name.split(".")[0] != "wandb"]
 
 
-async def until(true: Callable[[], Any], within_s: float = 20) -> None:
+async def until(true: Callable[[], Any], within_s: float = 120) -> None:
     async with asyncio.timeout(within_s):
         while not true():
             await asyncio.sleep(0.02)
@@ -253,12 +257,16 @@ asyncio.run(live())
 
 
 @pytest.mark.parametrize("after", ["at once", "once begun", "once marked"])
-def test_after_a_kill_9_every_release_is_in_the_run(tmp_path: Path, after: str) -> None:
+def test_after_a_kill_9_every_release_is_in_the_run(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, after: str
+) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
-    killed = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1], start_new_session=True)
+    env = os.environ | {"TMPDIR": str(tmp_path_factory.mktemp("t"))}  # wandb removes its own only at an orderly end
+    root = Path(__file__).parents[1]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, cwd=root, start_new_session=True)
     assert killed.stdout is not None
     killed.stdout.readline()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while after != "at once" and time.monotonic() < deadline:
         marks = [path.read_text() for path in (tmp_path / "run" / "wandb").glob("*.json")]
         if files(tmp_path / "run") if after == "once begun" else [mark for mark in marks if '"number": 2' in mark]:
@@ -267,7 +275,7 @@ def test_after_a_kill_9_every_release_is_in_the_run(tmp_path: Path, after: str) 
     of_it = psutil.Process(killed.pid).children(recursive=True)
     killed.kill()
     killed.communicate()
-    assert psutil.wait_procs(of_it, timeout=30)[1] == []  # wandb's process ends by itself
+    assert psutil.wait_procs(of_it, timeout=120)[1] == []  # wandb's process ends by itself
 
     async def live() -> None:
         life = Life(tmp_path / "run")
@@ -411,7 +419,7 @@ def test_a_process_of_wandbs_that_is_killed_is_one_warning_and_its_rows_are_writ
     asyncio.run(live())
     assert len(warnings(caplog)) == 1
     killed, last = map(steps, files(tmp_path / "run"))
-    assert last in ([1, 2, 3], [2, 3])  # what was marked as written is in the file of the one that was killed
+    assert last in ([1, 2, 3], [2, 3], [3])  # what was marked as written is in the file of the one that was killed
     assert {*killed, *last} == {1, 2, 3}
 
 

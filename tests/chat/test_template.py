@@ -22,7 +22,9 @@ def conversation(messages, options):
     return Conversation(tuple(Message(**message) for message in messages), options=options)
 
 
-EVERYTHING = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EVERYTHING = settings(
+    max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.fixture(scope="module")

@@ -65,8 +65,26 @@ class Guarded:
                 yield release
             finally:
                 release.set()
-                assert asking.result(30).status_code == 200
+                assert asking.result(60).status_code == 200
                 engine.answers["/generate"] = says
+
+    def when_refused(self, action: Callable[[], None]) -> threading.Thread:
+        """Do something once it has refused one more request."""
+        before = self._num_refused()
+
+        def watch() -> None:
+            while self._num_refused() == before:
+                time.sleep(0.05)
+            action()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        return thread
+
+    def _num_refused(self) -> float:
+        lines = self.service.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text.splitlines()
+        counts = [line for line in lines if line.startswith("reef_http_requests_total") and 'status="429"' in line]
+        return sum(float(line.rpartition(" ")[2]) for line in counts)
 
     @contextmanager
     def without_engine(self) -> Iterator[None]:
@@ -80,7 +98,7 @@ class Guarded:
             del engine.answers["/model_info"]
 
     def _wait(self, status: int) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while self.post({"messages": [{"role": "user", "content": "1"}]}).status_code != status:
             assert time.monotonic() < deadline, f"no {status} came in time"
             time.sleep(0.1)
@@ -93,10 +111,3 @@ def make(make_service, make_fake_engine, starter, directory) -> Guarded:
     settings = ("--training.backend", "none", "--inference.url", engine.url)
     service = make_service(*settings, *LIMITS, "--reef.access", "key", "--reef.token", KEY, model=model)
     return Guarded(Says(service.start(), engine, "qwen3"))
-
-
-def later(seconds: float, action: Callable[[], None]) -> threading.Timer:
-    """Do something in a while."""
-    timer = threading.Timer(seconds, action)
-    timer.start()
-    return timer

@@ -56,11 +56,6 @@ def call(tmp_path_factory):
     log.close()
 
 
-@pytest.fixture(scope="module")
-def guarded(make_service, make_fake_engine, starter, tmp_path_factory):
-    return guarded_service.make(make_service, make_fake_engine, starter, tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(params=["openai", "anthropic"])
 def ask(request, call, guarded):
     """`ask(messages, **fields)`: a completion through one of the two providers, in a scenario of the test's own."""

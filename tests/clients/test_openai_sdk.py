@@ -157,11 +157,6 @@ def test_a_streamed_response_is_put_together_by_the_helper(client, recorder) -> 
 # --- tools, keys, limits ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def guarded(make_service, make_fake_engine, starter, tmp_path_factory):
-    return guarded_service.make(make_service, make_fake_engine, starter, tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def connect(guarded):
     """`connect(max_retries=0, api_key=...)`: a client of the guarded service."""
@@ -269,7 +264,7 @@ def test_a_full_service_is_asked_again_after_the_time_it_says(connect, guarded) 
     client = connect(max_retries=2)
     with guarded.full() as release:
         started = time.monotonic()
-        pause = guarded_service.later(0.3, release.set)
+        pause = guarded.when_refused(release.set)
         answer = ask(client)
         pause.join()
     assert answer.choices[0].message.content == "Five."

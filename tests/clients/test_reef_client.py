@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ import httpx
 import pytest
 from reef_client import ReefClient
 from reef_client.client import ReefClientError
+
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -97,9 +98,7 @@ def test_the_chain_of_a_scenario_can_be_read(client, scenario) -> None:
 @pytest.fixture(scope="module", params=["", "--force-non-stream"])
 def sidecar(request, recorder, tmp_path_factory):
     """`python -m reef_client.serve` in front of the service; an HTTP client of it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "reef_client.serve", "--listen", str(port), "--upstream", recorder.url]
     command += ["--session-header", "x-reef-session", *request.param.split()]
     with (tmp_path_factory.mktemp("sidecar") / "log").open("wb") as log:
@@ -116,7 +115,7 @@ def sidecar(request, recorder, tmp_path_factory):
 
 
 def _wait(http):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while True:
         try:
             http.get("/_sessions")
@@ -158,7 +157,7 @@ def test_turns_through_the_sidecar_continue_each_other(sidecar, recorder, scenar
 
 def _captures(sidecar, session):
     """What it kept; it keeps a stream only after the last byte of it has left."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (turns := sidecar.get(f"/_sessions/{session}/captures").json()["turns"]):
         assert time.monotonic() < deadline, "nothing was captured"
         time.sleep(0.02)

@@ -37,7 +37,7 @@ def answering(answer: bytes) -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(5)
+        thread.join(60)
 
 
 def test_the_setting_wins_over_the_variable_and_without_either_there_is_none() -> None:

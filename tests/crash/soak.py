@@ -10,7 +10,9 @@ anybody killed. An engine is killed only while it serves: one that dies twice in
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import shutil
 import sqlite3
 import sys
 import tempfile
@@ -32,24 +34,48 @@ LAST_ATTEMPT = 2
 STATUS_TIMEOUT_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A frozen run directory, and what comes of its first batches where nobody is killed."""
+
+    frozen: Path
+    num_batches: int
+    contents: list[str]  # content ids, the base's first
+    checkpoint: Path
+    batch_s: float  # that a batch takes
+
+
+def begin(walk: Walk, directory: Path, num_batches: int) -> Reference:
+    """So many more batches of the frozen run in `directory`, and a copy of the checkpoint of the last one."""
+    started = time.monotonic()
+    walk.repeat([None] * num_batches)
+    batch_s = (time.monotonic() - started) / num_batches
+    assert walk.num_batches % frozen.CHECKPOINT_EVERY == 0
+    checkpoint = shutil.copytree(walk.checkpoint(), directory / f"checkpoint-{walk.num_batches}")
+    return Reference(directory / "frozen", walk.num_batches, walk.ledger.contents(), checkpoint, batch_s)
+
+
 def run(directory: Path, kills: int, seed: int, hours: float = float("inf")) -> int:
     """The kills done. Raises AssertionError with what is wrong."""
-    num_batches = kills * BATCHES_A_KILL
+    num_batches = math.ceil(kills * BATCHES_A_KILL / frozen.CHECKPOINT_EVERY) * frozen.CHECKPOINT_EVERY
     frozen.freeze(directory / "frozen", num_batches)
-    with walking(directory / "frozen", directory / "reference") as reference:
-        started = time.monotonic()
-        reference.repeat([None] * num_batches)
-        lead_s = LEAD_BATCHES * (time.monotonic() - started) / num_batches
-        contents = reference.ledger.contents()
-        expected = reference.finish()
+    with walking(directory / "frozen", directory / "reference") as walk:
+        reference = begin(walk, directory, num_batches)
+        walk.finish()
     print(f"the reference has {num_batches} releases", flush=True)
+    return disturb(reference, directory / "soak", kills, seed, hours)
+
+
+def disturb(reference: Reference, directory: Path, kills: int, seed: int, hours: float = float("inf")) -> int:
+    """The same batches, with so many kills. The kills done."""
     started = time.monotonic()
-    with walking(directory / "frozen", directory / "soak", contents) as walk:
-        soak = _Soak(walk, random.Random(seed), WINDOW_STARTS * (time.monotonic() - started), lead_s)
+    with walking(reference.frozen, directory, reference.contents) as walk:
+        window_s = WINDOW_STARTS * (time.monotonic() - started)
+        soak = _Soak(walk, random.Random(seed), window_s, LEAD_BATCHES * reference.batch_s)
         done = soak.kill(kills, until=started + hours * 3600)
-        walk.repeat([None] * (num_batches - walk.num_batches))
+        walk.repeat([None] * (reference.num_batches - walk.num_batches))
         found = walk.finish()
-    differ = frozen.differences(found, expected)
+    differ = frozen.differences(found, reference.checkpoint)
     assert not differ, f"the trainer's state is not that of the reference: {differ}"
     return done
 

@@ -10,7 +10,7 @@ import pytest
 from reef import faults
 from tests.crash.walk import Faults
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 @pytest.fixture

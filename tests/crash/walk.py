@@ -37,7 +37,7 @@ from tests.crash.frozen import (
 POLL_S = 0.02
 SLOW_POLL_S = 0.2  # while a service starts: looking costs it time
 WAIT_S = 180.0
-ORPHAN_S = 45.0  # that what a killed service had started may live on: agents of Ray take half a minute
+ORPHAN_S = 120.0  # that what a killed service had started may live on: agents of Ray take half a minute
 
 TARGETS = ("service", "worker", "engine", "all")
 OWNERS = {
@@ -66,6 +66,7 @@ OWNERS = {
     "rollback.committed": "service",
 }
 """Every point in the order of a batch's life, and who stands still there."""
+LAUNCHING = threading.Lock()  # two walks of one process share its environment
 PASSES = {"step.microbatch": 1}  # stand at the second: the gradient of the first is there by then
 
 
@@ -91,12 +92,12 @@ class Cell:
 Move = Cell | None  # makes one release, disturbed as the cell says; None: by nobody
 
 
-def plan(cells: Iterable[Cell]) -> list[Move]:
-    """The cells in their order, and between them the batches that bring the chain to where each can happen.
+def plan(cells: Iterable[Cell], after: Sequence[Move] = ()) -> list[Move]:
+    """The moves of before, then the cells in their order, between them what brings the chain to where each can happen.
 
     Those that roll back come last: each saves a checkpoint, and the others count on every third release having one.
     """
-    moves: list[Move] = []
+    moves = list(after)
     for cell in cells:
         number = len(moves) + 1  # of the release that the cell makes
         if cell.point.startswith("checkpoint."):
@@ -156,11 +157,12 @@ class Walk:
     # --- what happens ---
 
     def launch(self) -> None:
-        os.environ["REEF_FAULTS"] = str(self.faults.directory)
-        try:
-            self.service.launch()
-        finally:
-            del os.environ["REEF_FAULTS"]
+        with LAUNCHING:
+            os.environ["REEF_FAULTS"] = str(self.faults.directory)
+            try:
+                self.service.launch()
+            finally:
+                del os.environ["REEF_FAULTS"]
 
     def start(self) -> None:
         self.launch()
@@ -253,6 +255,12 @@ class Walk:
         return processes
 
     # --- what must be ---
+
+    def checkpoint(self) -> Path:
+        """The head's trainer checkpoint, once it is there."""
+        query = "select checkpoint from releases where id = ?"
+        self.until(lambda: self.ledger.rows(query, self.head)[0][0], f"a checkpoint of {self.head}")
+        return self._run_dir / "checkpoints" / self.head
 
     def settle(self, tidy: bool = False) -> None:
         """The release of the last move is served, and everything is in its place. `tidy`: a start has cleaned up."""

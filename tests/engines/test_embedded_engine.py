@@ -34,7 +34,7 @@ def test_a_thread_that_dies_says_so_and_takes_nothing_more(engine, monkeypatch, 
         assert engine.alive
         monkeypatch.setattr(engine._scheduler, "step", fail)
         await engine.pause("retract")
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), 60)
         assert engine.stop(5)
         assert not engine.alive
         with pytest.raises(EngineStoppedError):

@@ -26,7 +26,7 @@ from reef.service import leftovers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a start takes 15 s, on busy cores a minute
 
-GONE_S = 10.0
+GONE_S = 60.0
 SGLANG = ("--inference.backend", "sglang")
 OWNER = Path(__file__).parent / "owner.py"
 
@@ -87,8 +87,8 @@ def owned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owned]:
 
 
 def test_it_holds_the_release_and_says_how_long_a_text_may_be(owned) -> None:
-    assert httpx.get(f"{owned.url}/health").status_code == 200
-    assert httpx.get(f"{owned.url}/model_info").json()["weight_version"] == "r0"
+    assert httpx.get(f"{owned.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{owned.url}/model_info", timeout=60).json()["weight_version"] == "r0"
     info = httpx.get(f"{owned.url}/server_info", timeout=30).json()
     assert (info["version"], info["context_length"], info["dtype"]) == ("0.5.23", 512, "float32")
     assert (info["device"], info["attention_backend"], info["tp_size"]) == ("cpu", "torch_native", 2)
@@ -161,7 +161,7 @@ def test_one_whose_scheduler_dies_is_restarted_and_the_requests_in_it_fail(
                 scheduler.kill()
                 with pytest.raises(EngineError):
                     await asking
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while replica.ready:
                     await asyncio.sleep(0.05)
             assert replica.state == "restarting"

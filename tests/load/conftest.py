@@ -71,7 +71,7 @@ def engine(shared_engine: StubEngine) -> StubEngine:
 def eventually() -> Callable[..., Any]:
     """`eventually(condition, what)`: its first value that is true."""
 
-    def wait(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+    def wait(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

@@ -54,7 +54,7 @@ class Storm:
         return await asyncio.gather(*patient), await asyncio.gather(*vanishing)
 
     async def _until(self, condition) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not condition(await asyncio.to_thread(self._engine.seen)):
                 await asyncio.sleep(0.05)
 

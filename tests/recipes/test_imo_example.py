@@ -226,7 +226,7 @@ def test_an_answer_file_that_is_too_large_is_worth_nothing_and_is_not_read(tmp_p
         file.truncate(2**36)  # 64 GiB of nothing: to read it would end the verifier without a reward
     (tmp_path / "gold.txt").write_text("1")
     command = [sys.executable, str(EXAMPLE / "checker.py"), "boxed", *("answer.txt", "gold.txt", "reward.txt")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
     assert "no answer can be read: answer.txt has more than 16777216 bytes" in done.stdout
     assert (tmp_path / "reward.txt").read_text() == "0\n"
 

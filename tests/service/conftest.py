@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import socket
 import sqlite3
 import time
 from typing import Any
@@ -58,9 +60,9 @@ def stored():
 
 @pytest.fixture
 def eventually():
-    """`eventually(condition)`: its first value that is true, within a few seconds."""
+    """`eventually(condition)`: its first value that is true, within a minute."""
 
-    def wait(condition, timeout_s=10.0):
+    def wait(condition, timeout_s=60.0):
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             assert time.monotonic() < deadline, "it did not happen in time"
@@ -68,6 +70,22 @@ def eventually():
         return value
 
     return wait
+
+
+@pytest.fixture
+def ask_and_leave(eventually):
+    """`ask_and_leave(service, route, body, condition)`: a client that asks, and goes away once the condition holds."""
+
+    def leave(service, route, body, condition):
+        content = json.dumps(body).encode()
+        address = service.url.removeprefix("http://")
+        host, port = address.split(":")
+        head = f"POST {route} HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(content)}\r\n\r\n"
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(head.encode() + content)
+            eventually(condition)
+
+    return leave
 
 
 @pytest.fixture(scope="session")

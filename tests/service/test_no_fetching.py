@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterator
 
@@ -13,12 +14,18 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 FUNCTION = {"type": "object", "properties": {"url": {"$ref": "{url}"}}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trap() -> Iterator[socket.socket]:
-    """It listens; whoever fetches the URL has connected to it."""
+    """It listens; whoever fetches the URL, now or later, has connected to it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.3)
         yield listener
+        listener.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def assert_nobody_came(trap: socket.socket) -> None:
+    assert select.select([trap], [], [], 0.02) == ([], [], [])
 
 
 def filled(value, url):
@@ -64,8 +71,7 @@ def test_a_field_that_names_what_is_to_be_fetched_is_refused(recorder, trap, rou
     model = {"model": "m"} if route.startswith("/v1/") else {}
     response = recorder.post(route, model | filled(body, url))
     assert response.status_code == 400, response.text
-    with pytest.raises(TimeoutError):
-        trap.accept()
+    assert_nobody_came(trap)
 
 
 @pytest.mark.slow
@@ -76,5 +82,4 @@ def test_a_url_in_text_and_schemas_is_only_text(tool_recorder, trap, scenario) -
     receipt = tool_recorder.post(CHAT, body, headers={"x-reef-scenario": scenario}).headers["x-reef-agent-record-id"]
     report = {"references": [receipt], "feedback": url, "metadata": {"url": url}, "reason_code": url}
     assert tool_recorder.post("/reef/report", report).status_code == 200
-    with pytest.raises(TimeoutError):
-        trap.accept()
+    assert_nobody_came(trap)

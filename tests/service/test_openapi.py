@@ -190,7 +190,7 @@ def chain_check(make_service, http) -> Iterator[Check]:
         made = service.chat("2+2=").headers["x-reef-agent-record-id"]
         graded = service.post("/reef/report", {"references": [made], "score": score, "group": "g"})
         assert graded.status_code == 200, graded.text
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(service.get("/reef/scenarios/kept/releases").json()["releases"]) < 2:
         assert time.monotonic() < deadline, "no release was made"
         time.sleep(0.1)

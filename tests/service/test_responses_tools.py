@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from tests.chat.styles import make_model
 from tests.service.says import Says
 from tests.service.test_responses import Client, continues
 
@@ -24,12 +23,8 @@ USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "t
 
 
 @pytest.fixture(scope="module")
-def says(make_service, make_fake_engine, starter, tmp_path_factory):
-    engine = make_fake_engine()
-    engine.answers["/model_info"] = lambda *_: {"weight_version": engine.version, "context_length": 8192, "build": "x"}
-    model = make_model(starter, tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-    service = make_service("--training.backend", "none", "--inference.url", engine.url, model=model).start()
-    return Says(service, engine, "qwen3")
+def says(qwen3):
+    return Says(*qwen3, "qwen3")
 
 
 @pytest.fixture

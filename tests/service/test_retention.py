@@ -193,7 +193,7 @@ def test_a_task_without_limits_ends_at_once_and_with_one_sweeps_until_cancelled(
         home.house.config = load(None, ["--storage.retention-days", "0.5"])
         task = asyncio.create_task(retention.run(home.house))
         late = None
-        for _ in range(200):
+        for _ in range(6000):
             await asyncio.sleep(0.01)
             if await home.live() == []:
                 if late is not None:

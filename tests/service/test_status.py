@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,21 +45,29 @@ def test_status_says_what_is_going_on(recorder) -> None:
     assert status["disk"]["free_bytes"] > 0
 
 
-def test_requests_in_work_are_counted_while_they_run(recorder, eventually) -> None:
-    asked = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 300, "ignore_eos": True}
-    with recorder.streaming("/v1/chat/completions", **asked) as chunks:
-        next(chunks)
-        status = recorder.status()
-        assert status["in_flight"] == status["engines"][0]["in_flight"] == 1
-        assert len(list(chunks)) > 10
-    eventually(lambda: recorder.status()["in_flight"] == 0)
+def test_requests_in_work_are_counted_while_they_run(attached_recorder, broken_engine, eventually) -> None:
+    eventually(lambda: attached_recorder.status()["in_flight"] == 0)  # what a test before has left
+    go_on = threading.Event()
+
+    async def held(_http, _body):
+        await asyncio.to_thread(go_on.wait, 60)
+        return broken_engine.generation([5, 6, 2])
+
+    broken_engine.answers["/generate"] = held
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(attached_recorder.chat)
+        eventually(lambda: attached_recorder.status()["engines"][0]["in_flight"] == 1)
+        assert attached_recorder.status()["in_flight"] == 1
+        go_on.set()
+        assert asked.result().status_code == 200
+    eventually(lambda: attached_recorder.status()["in_flight"] == 0)
 
 
 def test_it_is_alive_while_64_requests_run(recorder) -> None:
     with ThreadPoolExecutor(64) as threads:
         running = [threads.submit(recorder.chat, "1+1=", max_tokens=100, ignore_eos=True) for _ in range(64)]
         while not all(request.done() for request in running):
-            assert recorder.get("/healthz", timeout=5).status_code == 200
+            assert recorder.get("/healthz", timeout=30).status_code == 200
         assert {request.result().status_code for request in running} == {200}
 
 
@@ -214,7 +223,7 @@ def test_a_run_directory_has_one_owner_who_is_named_to_the_second(recorder, serv
 @pytest.mark.slow
 def test_a_connection_that_was_idle_longer_than_clients_keep_one_is_still_good(recorder) -> None:
     idle_s = 6  # httpx drops its own after 5
-    with contextlib.closing(http.client.HTTPConnection(recorder.url.removeprefix("http://"), timeout=10)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(recorder.url.removeprefix("http://"), timeout=60)) as connection:
         for pause_s in (idle_s, 0):
             connection.request("GET", "/healthz")
             assert connection.getresponse().read()
@@ -238,7 +247,7 @@ def test_an_engine_killed_under_the_service_is_replaced_and_requests_wait_for_it
     # kill -9 of the service: its engine ends too, and the next start finds everything that was acknowledged.
     left = service.processes()
     service.kill_9()
-    assert psutil.wait_procs(left, timeout=20)[1] == []
+    assert psutil.wait_procs(left, timeout=60)[1] == []
     service.start()
     assert service.receipt(before["reef_agent_record_id"])["token_ids"] == before["token_ids"]
     assert service.stop() == 0

@@ -13,7 +13,7 @@ from reef.config import Layout
 from reef.training.entropy import ROWS, entropies
 from reef.training.megatron import join_ranks, leave_ranks
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 VOCAB = 50
 
@@ -97,7 +97,7 @@ def test_a_vocabulary_that_is_cut_over_tensor_ranks_has_the_same_entropy(tmp_pat
     processes = [context.Process(target=entropy_on_a_rank, args=each, daemon=True) for each in args]
     for process in processes:
         process.start()
-    found = [answers.get(timeout=50) for _ in range(4)]
+    found = [answers.get(timeout=150) for _ in range(4)]
     for process in processes:
         process.join(20)
         assert process.exitcode == 0

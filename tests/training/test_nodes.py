@@ -49,7 +49,7 @@ def test_a_layout_that_the_nodes_have_no_room_for_is_refused_at_once(
         ConfigError, match=rf"is too small: needed are {needed} .*; there are 2 nodes: \(. CPU\), \(. CP"
     ):
         trainer.start()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 45
     assert not ray.is_initialized()
 
 
@@ -94,7 +94,7 @@ def test_a_node_lost_in_a_step_ends_it_and_the_workers_go_on_where_there_is_room
         killed = time.monotonic() + 0.5
         with pytest.raises(WorkersLostError, match=r"step(:| of) rank . on node 127\.0\.0\.[12] (died|failed)"):
             trainer.step(replace(batch, microbatches=batch.microbatches * 2000))
-        assert time.monotonic() - killed < 30
+        assert time.monotonic() - killed < 100
         trainer.restart()
         assert trainer._addresses == [HEAD, HEAD]
         assert trainer.restore(tmp_path / "one") == 1

@@ -22,7 +22,7 @@ MakeModel = Callable[..., Path]
 MakeBatch = Callable[..., Batch]
 MakeWorker = Callable[..., MegatronWorker]
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "distributed"])

@@ -24,7 +24,7 @@ MakeModel = Callable[..., Path]
 MakeBatch = Callable[..., Batch]
 MakeWorker = Callable[..., MegatronWorker]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]  # whole steps beside plain PyTorch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # whole steps beside plain PyTorch
 
 
 @contextmanager

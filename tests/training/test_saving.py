@@ -11,7 +11,7 @@ import pytest
 
 from reef.errors import UnavailableError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 NUM_BYTES = 10_000
 
@@ -57,7 +57,7 @@ def test_what_the_disk_refuses_one_rank_is_written_again_by_all(tmp_path: Path) 
     processes = [context.Process(target=run_rank, args=(rank, tmp_path, answers), daemon=True) for rank in (0, 1)]
     for process in processes:
         process.start()
-    found = dict(answers.get(timeout=60) for _ in processes)
+    found = dict(answers.get(timeout=150) for _ in processes)
     for process in processes:
         process.join(20)
         assert process.exitcode == 0

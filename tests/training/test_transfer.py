@@ -105,7 +105,7 @@ def test_two_ranks_send_what_they_would_write(
             for field in ("attention_norm", "qkv", "qk_norm", "out", "mlp_norm", "gate_up", "down"):
                 assert torch.equal(getattr(ours_, field), getattr(theirs_, field)), (name, field)
     for process in processes:
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
 
 
@@ -230,7 +230,7 @@ def test_an_engine_killed_during_a_transfer_costs_the_trainer_nothing(
         await client.pause("retract")
         with pytest.raises(EngineError):
             await transfer_weights(client, "engine-0", 1, killing, published, True, 30)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 28
         assert client.group is None
         await client.close()
         published = step_and_name(trainer, make_batch, "r2", tmp_path)  # the workers go on
@@ -262,7 +262,7 @@ def test_an_engine_that_stands_still_is_given_up_in_bounded_time(
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"engine-0 did not receive r1 in 2 s|did not answer"):
             await transfer_weights(client, "engine-0", 1, transfer, published, True, 2)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 28
         server.process.send_signal(signal.SIGCONT)
         trainer.ping()
         published = step_and_name(trainer, make_batch, "r2", tmp_path)

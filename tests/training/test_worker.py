@@ -18,7 +18,7 @@ from reef.types import Batch, Sample
 MakeModel = Callable[..., Path]
 MakeBatch = Callable[..., Batch]
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(autouse=True)
