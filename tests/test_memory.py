@@ -252,6 +252,60 @@ def test_a_candidate_is_one_more_engine() -> None:
     assert "inference takes GPU 1" in planned(config_of(**gated), gpus(24)).problems[0]
 
 
+def lent(found: Plan) -> str:
+    """What is said of one engine more."""
+    (line,) = (line for line in found.lines if line.startswith("  lent for an evaluation: "))
+    return line.removeprefix("  lent for an evaluation: ")
+
+
+@pytest.mark.parametrize(
+    ("gib", "left"),
+    # The embedded engine: 384 MiB, 65536 tokens of 2 * 4 * 4 * 4 bytes, weights next to none; the service 440 MiB.
+    [(2, f"{2048 - 392 - 440 - 392} MiB left"), (1, f"{2 * 392 + 440 - 1024} MiB too much")],
+)
+def test_an_engine_that_is_lent_is_one_more_in_the_memory_and_no_problem(gib: int, left: str) -> None:
+    found = planned(config_of(training={"backend": "none"}), Hardware((), gib * GIB))
+    assert lent(found) == f"one more, 392 MiB of memory, {left} then"
+    assert found.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("inference", "more", "hardware", "said"),
+    # Half of 24 GiB, and SGLang's own rule: 512 MiB, 1.5 MiB for each of 4096 tokens, 2 for each of 48 requests, 128 a
+    # rank: 12 + 6.7 GiB, 6.8 with two ranks. The trainer takes 2.0.
+    [
+        ({}, {}, gpus(24, 24), "one more, 18.7 GiB of GPU 1, 5.3 GiB left then"),
+        ({"devices": [1, 0]}, {}, gpus(24, 24), "one more, 18.7 GiB of GPU 0, 3.3 GiB left then"),
+        ({"tensor": 2}, {}, gpus(24, 24, 24, 24), "one more, 18.8 GiB of GPU 2-3, each, 5.2 GiB left then"),
+        (
+            {},
+            {"evaluation": {"gate": {"accuracy": {"min": 0.5}}}},
+            gpus(24, 24, 24),
+            "one more, 18.7 GiB of GPU 2, 5.3 GiB left then",
+        ),
+        ({}, {}, gpus(24), "none can be, it takes GPU 1, and there is GPU 0"),
+        ({"devices": [0]}, {}, gpus(24, 24), "none can be, inference.devices names no GPU for one more"),
+        ({"options": {"device": "cpu"}}, {}, gpus(24), "one more, 1.6 GiB of memory"),
+    ],
+)
+def test_an_engine_that_is_lent_has_the_gpus_after_all_others(
+    inference: dict[str, Any], more: dict[str, Any], hardware: Hardware, said: str
+) -> None:
+    found = planned(config_of(inference=SGLANG | inference, **more), hardware)
+    assert lent(found) == said
+    assert found.problems == ()
+
+
+def test_on_a_cluster_an_engine_that_is_lent_has_gpus_of_its_own_and_with_a_url_there_is_none() -> None:
+    config = config_of(inference={**SGLANG, "replicas": 2}, training={"layout": {"data": 2}})
+    cluster = Address("head", 6379, "training.ray-address")
+    assert lent(planned(config, gpus(24, 24, nodes=3), cluster=cluster)).startswith("one more, 18.7 GiB of GPU 4, 5.3")
+    full = planned(config, gpus(24, 24, nodes=2), cluster=cluster)
+    assert (lent(full), full.problems) == ("none can be, it takes GPU 4, and there is GPU 0-3", ())
+    attached = planned(config_of(inference={"url": "http://127.0.0.1:1"}), Hardware((), 4 * GIB))
+    assert not [line for line in attached.lines if "lent" in line]
+
+
 def test_what_only_answers_has_no_trainer(starter: Path) -> None:
     found = planned(config_of(training={"backend": "none"}), Hardware((), 4 * GIB), read_architecture(starter))
     assert heads(found) == ["engine 0", "memory"]

@@ -13,6 +13,7 @@ from reef.errors import ConfigError
 from reef.memory.advice import advice, cache_problem
 from reef.memory.engine import EngineMemory, engine_memory, longest_request
 from reef.memory.hardware import Device, Hardware, ranges, size_text
+from reef.memory.lent import lent_lines
 from reef.memory.placement import engines_on_gpu, place, trains_on_gpu
 from reef.memory.trainer import TrainerMemory, largest_microbatch, trainer_memory
 from reef.training.architecture import Architecture
@@ -51,6 +52,7 @@ def plan(
     except ConfigError as error:
         return Plan(tuple(lines), (error.message,))
     problems += [advice(config, architecture, device, stages) for device in devices if not device.fits]
+    lines += lent_lines(config, engine, hardware, cluster, devices)
     return Plan((*lines, *_device_lines(devices)), tuple(problems))
 
 

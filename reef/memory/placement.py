@@ -1,9 +1,9 @@
 """Which rank is on which device.
 
 Trainer rank r has the r-th of `training.devices`, engine ranks in turn those of `inference.devices`, a candidate those
-after all replicas; without devices both count from GPU 0, so that a trainer and an engine on a machine's only GPU share
-it. On a Ray cluster each rank has a GPU of its own. The embedded engine, and whatever was told to do without a GPU,
-shares the machine's own memory.
+after all replicas, one that is lent the next; without devices both count from GPU 0, so that a trainer and an engine on
+a machine's only GPU share it. On a Ray cluster each rank has a GPU of its own. The embedded engine, and whatever was
+told to do without a GPU, shares the machine's own memory.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -68,6 +68,27 @@ def engines_on_gpu(config: Config, hardware: Hardware) -> bool:
 def num_engines(config: Config) -> int:
     """Engines that Reef starts: the replicas, and one for the candidate where a gate holds releases."""
     return 0 if config.inference.url is not None else config.inference.replicas + bool(config.evaluation.gate)
+
+
+def gpus_of_lent(config: Config, hardware: Hardware, cluster: Address | None) -> list[int]:
+    """The GPUs of one engine more, which is lent for an evaluation; [] where engines use none.
+
+    Raises:
+        ConfigError: there are none left for it.
+    """
+    if not engines_on_gpu(config, hardware):
+        return []
+    tensor, there = config.inference.tensor, len(hardware.gpus) * hardware.num_nodes
+    begin = num_engines(config) * tensor
+    if cluster is not None:
+        begin = sum(map(len, _on_cluster(config, hardware, cluster)))
+    named = config.inference.devices if cluster is None else None
+    gpus = list(range(begin, begin + tensor)) if named is None else named[begin : begin + tensor]
+    if len(gpus) < tensor:
+        raise ConfigError("inference.devices names no GPU for one more")
+    if max(gpus) >= there:
+        raise ConfigError(f"it takes GPU {ranges(gpus)}, and there is GPU {ranges(range(there))}")
+    return gpus
 
 
 def _devices(hardware: Hardware) -> list[Device]:

@@ -234,7 +234,10 @@ async def lend_engine(name: str, release_id: str, http: HttpRequest) -> Response
     responses=answers(400, 404, 503),
 )
 async def give_engine_back(name: str, release_id: str, http: HttpRequest) -> Response:
-    """An evaluation is done: the engine ends with the last loan, also while it starts. False: there is no such loan."""
+    """An evaluation is done: the engine ends with the last loan, also while it starts (the POST answers 409 then).
+
+    `given_back` is false where there is no such loan; a POST of it that comes within a minute is refused, once.
+    """
     house = house_of(http)
     loan = http.query_params.get("loan")
     if not loan:

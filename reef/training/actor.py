@@ -5,6 +5,7 @@ The driver imports this module and never the worker's, so that torch and Megatro
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +61,12 @@ class WorkerActor:
 
     def start(self, spec: WorkerSpec) -> None:
         """Build the worker. Blocks until every rank is there."""
+        # Megatron imports wandb where that is installed, which makes two directories at once and removes them at the
+        # end of the process: Ray ends this one by a kill. Where the ranks meet goes with them, however they end.
+        tempfile.tempdir = str(spec.rendezvous.parent)
         from reef.training.worker import MegatronWorker
 
+        tempfile.tempdir = None
         self._worker = MegatronWorker(spec)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -284,6 +285,28 @@ def test_the_whole_example_runs_on_a_cpu_and_goes_on_where_it_stopped(tmp_path: 
     ran(command)
     assert stream_points(out / "stream")[: len(found)] == found
     assert (out / "evaluation" / measured[0] / "in-domain" / "responses.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_reaches_the_service_once_and_it_stops_in_order(tmp_path: Path) -> None:
+    """A terminal sends it to every process of the group; the service's second one would end it at once."""
+    command = [str(EXAMPLE / "run.sh"), "--cpu", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0) as run:
+        assert run.stdout is not None
+        try:
+            assert any(line.startswith("ready at http") for line in run.stdout)
+            os.killpg(run.pid, signal.SIGINT)
+            said = run.communicate(timeout=120)[0]
+        finally:
+            run.kill()
+    assert run.returncode == 130, said
+    assert (tmp_path / "serve.log").read_text().endswith("reef: stopping\nreef: stopped\n")
+
+
+def test_a_file_that_is_not_there_is_named_before_anything_runs(tmp_path: Path) -> None:
+    command = [str(EXAMPLE / "run.sh"), "--train", "nowhere.csv", "--held-out", "nothing.csv"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"run.sh: cannot read {tmp_path}/nowhere.csv\n")
 
 
 def ran(command: Sequence[str]) -> str:
