@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from reef_harness.harbor import reports
+from reef_harness.harbor.environments import BwrapEnvironment
 from reef_harness.sync import SyncClient
 
 HERE = Path(__file__).resolve().parent
@@ -24,6 +25,18 @@ TASKS = HERE / "tasks"
 BATCH = 6  # reports a step: those of one trial
 FLAGS = ("--recipe.config.batch-size", str(BATCH), "--recipe.config.critic-warmup-steps", "0")
 CONTEXT = 8192  # terminus-2 begins with 2,700 tokens of the starter's; its own context is 512
+
+
+def _no_bwrap() -> str:
+    try:
+        BwrapEnvironment.preflight()
+    except SystemExit as why:
+        return str(why)
+    return ""
+
+
+NO_BWRAP = _no_bwrap()
+needs_bwrap = pytest.mark.skipif(bool(NO_BWRAP), reason=NO_BWRAP)
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             yield Service(url, folder / "run" / "api-key")
         finally:
             process.stdin.close()  # it ends the service and all that the service started
-            process.wait(60)
+            process.wait(150)  # more than serve.py takes, which kills what does not end
             process.stdout.close()
 
 
@@ -85,6 +98,11 @@ class Job:
     said: str
 
     @property
+    def log(self) -> str:
+        """What Harbor's log of the job holds."""
+        return (self.folder / "job.log").read_text()
+
+    @property
     def trials(self) -> list[dict[str, Any]]:
         """Every trial's result.json."""
         return list(reports.results(self.folder))
@@ -99,12 +117,12 @@ class Harness:
     """``reef-harness harbor`` against a service, as a user types it."""
 
     def __init__(self, service: Service, folder: Path) -> None:
-        self.service, self.folder = service, folder
+        self.service, self.folder, self.temporary = service, folder, folder / "tmp"
 
     def run(self, name: str, tasks: Path, *options: str, harbor: tuple[str, ...] = ()) -> Job:
         """Run a job (again, where there is one of that name) and wait for its end."""
         jobs = self.folder / "jobs"
-        harbor = ("--job-name", name, "--jobs-dir", str(jobs), "--quiet", *harbor)
+        harbor = ("--job-name", name, "--jobs-dir", str(jobs), "--quiet", "--timeout-multiplier", "5", *harbor)
         done = self.command("run", str(tasks), *options, "--", *harbor)
         assert done.returncode == 0, done.stdout + done.stderr
         return Job(jobs / name, done.stdout + done.stderr)
@@ -115,15 +133,24 @@ class Harness:
 
     def command(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """``reef-harness harbor COMMAND``; options of ours come before ``--``."""
-        temporary = self.folder / "tmp"  # environments that are kept are kept here
-        temporary.mkdir(exist_ok=True)
+        process = self.start(command, *arguments)
+        try:
+            out, err = process.communicate()
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def start(self, command: str, *arguments: str) -> subprocess.Popen[str]:
+        """The same, as it runs. Environments are folders in ``temporary``."""
+        self.temporary.mkdir(exist_ok=True)
         ours = ("--url", self.service.url, "--key-file", str(self.service.key_file))
-        return subprocess.run(
+        return subprocess.Popen(
             [sys.executable, "-m", "reef_harness", "harbor", command, *ours, *arguments],
-            env={**_without_keys(), "PYTHONPATH": str(HERE), "TMPDIR": str(temporary)},
-            capture_output=True,
+            env={**_without_keys(), "PYTHONPATH": str(HERE), "TMPDIR": str(self.temporary)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=180,
         )
 
 
@@ -139,7 +166,7 @@ def harness(service: Service, tmp_path: Path) -> Harness:
     return Harness(service, tmp_path)
 
 
-def wait_for_trained(client: SyncClient, reports: list[str], at_least: int, timeout_s: float = 60) -> dict[str, str]:
+def wait_for_trained(client: SyncClient, reports: list[str], at_least: int, timeout_s: float = 300) -> dict[str, str]:
     """The releases that trained the reports, once ``at_least`` are trained."""
     deadline = time.monotonic() + timeout_s
     while True:

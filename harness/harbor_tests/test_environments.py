@@ -2,20 +2,19 @@
 
 import asyncio
 import os
-import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import needs_bwrap
 from harbor.models.task.config import EnvironmentConfig, NetworkMode, NetworkPolicy
 from harbor.models.trial.paths import TrialPaths
 from reef_harness.harbor.environments import BwrapEnvironment, HostDirEnvironment
 
-BWRAP = pytest.param(
-    BwrapEnvironment,
-    marks=pytest.mark.skipif(os.geteuid() != 0 or shutil.which("bwrap") is None, reason="needs root and bubblewrap"),
-)
+BWRAP = pytest.param(BwrapEnvironment, marks=needs_bwrap)
 BOTH = pytest.mark.parametrize("kind", [HostDirEnvironment, BWRAP])
 ONLY_BWRAP = pytest.mark.parametrize("kind", [BWRAP])
 Kind = type[HostDirEnvironment]
@@ -64,6 +63,27 @@ def test_a_command_works_in_the_tasks_folder_and_keeps_its_files_for_the_next(ki
     within(kind, tmp_path, work)
 
 
+def test_a_temporary_folder_with_a_space_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    HostDirEnvironment.preflight()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a b"))
+    with pytest.raises(SystemExit, match=r"needs a TMPDIR without spaces and the like, this is '.*/a b'"):
+        HostDirEnvironment.preflight()
+
+
+def test_a_script_that_is_not_utf_8_keeps_its_bytes(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_bytes(b"cat /app/answer.txt; echo '\xe9'\n")
+
+    async def work(environment: HostDirEnvironment) -> None:
+        await environment.exec("echo 42 > /app/answer.txt")
+        await environment.upload_file(script, "/tests/run.sh")
+        await environment.exec("bash /tests/run.sh > /app/said")
+        await environment.download_file("/app/said", tmp_path / "said")
+
+    within(HostDirEnvironment, tmp_path, work)
+    assert (tmp_path / "said").read_bytes() == b"42\n\xe9\n"
+
+
 @BOTH
 def test_files_and_folders_go_in_and_come_out_as_they_were(kind: Kind, tmp_path: Path) -> None:
     source = tmp_path / "in" / "deep"
@@ -87,9 +107,10 @@ def test_files_and_folders_go_in_and_come_out_as_they_were(kind: Kind, tmp_path:
 @BOTH
 def test_a_command_that_takes_too_long_is_ended_and_so_is_what_it_started(kind: Kind, tmp_path: Path) -> None:
     async def work(environment: HostDirEnvironment) -> None:
-        result = await environment.exec("touch /app/begun; sleep 300 & sleep 301", timeout_sec=1)
+        result = await environment.exec("sleep 4321.5 & sleep 4321.5", timeout_sec=1)
         assert (result.return_code, result.stderr) == (124, "timed out after 1 s")
-        assert (await environment.exec("ls /app")).stdout == "begun\n"
+        await until(partial(running, environment), 0)
+        assert (await environment.exec("echo on")).stdout == "on\n"
 
     within(kind, tmp_path, work)
 
@@ -98,30 +119,47 @@ def test_a_command_that_takes_too_long_is_ended_and_so_is_what_it_started(kind: 
 def test_what_a_command_left_running_ends_with_its_environment_and_nothing_else_does(
     kind: Kind, tmp_path: Path
 ) -> None:
-    async def whole() -> tuple[str, str]:
+    async def whole() -> None:
         async with started(kind, tmp_path) as first, started(kind, tmp_path) as second:
+            roots = first._root, second._root
             for environment in (first, second):
                 await environment.exec("setsid sleep 4321.5 > /dev/null 2>&1 &")
-            roots = str(first._root), str(second._root)
+                await until(partial(running, environment), 1)
+            ended = sleepers_of(first)
             await first.stop(delete=True)
-            assert (running(roots[0]), running(roots[1])) == (0, 1)
-        return roots
+            assert (ended(), running(second)) == (0, 1)
+            ended = sleepers_of(second)
+        assert ended() == 0
+        assert not any(root and root.exists() for root in roots)
 
-    roots = asyncio.run(whole())
-    assert [running(root) for root in roots] == [0, 0]
-    assert not any(Path(root).exists() for root in roots)
+    asyncio.run(whole())
 
 
-def running(root: str) -> int:
+async def until(count: Callable[[], int], expected: int) -> None:
+    """Wait for a number that must come to be; pytest's timeout ends a wait in vain."""
+    while count() != expected:
+        await asyncio.sleep(0.05)
+
+
+def running(environment: HostDirEnvironment) -> int:
     """Sleepers that were started in an environment."""
-    found = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            mine = f"REEF_HARBOR_ENVIRONMENT={root}".encode() in (process / "environ").read_bytes()
-            found += mine and b"4321.5" in (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-    return found
+    return sleepers_of(environment)()
+
+
+def sleepers_of(environment: HostDirEnvironment) -> Callable[[], int]:
+    """How many there are, also once the environment has ended."""
+    mark = f"REEF_HARBOR_ENVIRONMENT={environment._root}".encode()
+
+    def count() -> int:
+        found = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                found += mark in (process / "environ").read_bytes() and b"4321.5" in (process / "cmdline").read_bytes()
+            except OSError:
+                continue
+        return found
+
+    return count
 
 
 @BOTH

@@ -42,6 +42,15 @@ def job(service: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Harness(service, tmp_path_factory.mktemp("job")).run("seen", TASKS, *HOSTDIR, "-O", "max_tokens=64")
 
 
+def test_what_was_reported_is_on_the_screen_and_in_the_log_with_the_trials_names(job: Job) -> None:
+    for told in (job.said, job.log):
+        assert told.count("reef: verdicts: 3 reported\n") == 1
+        for trial in job.trials:
+            scores = [each["score"] for each in reef(trial)["rollouts"]]
+            mean = f"mean {sum(scores) / ROLLOUTS:.2f}"
+            assert f"reef: {trial['trial_name']}: {ROLLOUTS} rollouts, {ROLLOUTS} scored and reported, {mean}" in told
+
+
 def test_rollout_details_are_what_the_receipts_hold(harness: Harness, job: Job) -> None:
     with harness.service.client() as client:
         for trial in job.trials:
@@ -117,7 +126,7 @@ def test_without_gold_nothing_is_graded_and_the_verdict_trains_the_answer_handed
 def test_the_gold_answer_does_not_enter_the_environment(harness: Harness) -> None:
     """The folder is kept and read: neither task.toml nor tests are in what the agent's commands could have seen."""
     harness.run("kept", TASKS / "chain-below-zero", *HOSTDIR, "-O", "max_tokens=64", harbor=("--no-delete",))
-    roots = list((harness.folder / "tmp").glob("harbor-environment-*/root"))
+    roots = list(harness.temporary.glob("harbor-environment-*/root"))
     agents = [root for root in roots if not any((root / "tests").iterdir())]  # the other one is the verifier's
     assert (len(roots), len(agents)) == (2, 1)
     assert (agents[0] / "app" / "answer.txt").exists()

@@ -22,7 +22,6 @@ def test_a_job_started_as_the_readme_says_reports_every_trial(service: Service, 
         env={**os.environ, "REEF_API_KEY": service.key_file.read_text().strip()},
         capture_output=True,
         text=True,
-        timeout=180,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (job,) = tmp_path.iterdir()

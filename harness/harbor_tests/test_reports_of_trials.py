@@ -78,7 +78,9 @@ def test_a_service_that_is_down_is_said_and_its_reports_can_be_posted_later(harn
     reasons = [line["reason"] for line in job.reports.values()]
     assert all(reason.startswith("Unreachable: POST http://127.0.0.1:9/reef/report") for reason in reasons), reasons
     assert job.said.count("could NOT be reported") == 3
-    assert f"post what failed later: reef-harness harbor report {job.folder}" in job.said
+    for told in (job.said, job.log):
+        assert told.count("reef: verdicts: 3 failed\n") == 1
+        assert f"post what failed later: reef-harness harbor report {job.folder}" in told
 
     later = harness.report(job)
     assert later.returncode == 0, later.stderr

@@ -1,22 +1,18 @@
 """An unmodified terminus-2 through Reef, by base URL and key alone: every turn is captured, and its verdict trains."""
 
 import json
-import os
 import shutil
 
 import pytest
-from conftest import TASKS, Harness, wait_for_trained
+from conftest import TASKS, Harness, needs_bwrap, wait_for_trained
 
 TURNS = 3
 # The starter model never ends its turn here: two characters end it, as they come.
 CALL = {"extra_headers": {"x-reef-scenario": "arithmetic"}, "stop": ["55", "5-", "-5", "--"]}
-needs_bwrap = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("bwrap") is None or shutil.which("tmux") is None,
-    reason="needs root, bubblewrap and tmux: what terminus-2 writes is run in a bubblewrap root",
-)
 
 
 @needs_bwrap
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 def test_terminus_2_is_captured_turn_by_turn_and_the_verdict_trains_its_trajectory(harness: Harness) -> None:
     options = ("--environment", "bwrap", "--agent", "terminus-2", "-O", f"max_turns={TURNS}")
     options += ("-O", f"llm_call_kwargs={json.dumps(CALL)}")

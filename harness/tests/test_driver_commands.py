@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -86,6 +87,69 @@ def test_a_number_of_rollouts_ends_it_and_the_records_go_on(
     assert len(service.reports) == len(read_rollouts(records)) == 10
     assert command("groups", service, items, "--records", str(records)) == 1
     assert "is of a run with driver 'stream', this one has 'groups'" in capsys.readouterr().err
+
+
+def test_the_bar_begins_where_the_records_end(
+    service: Any, items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.batch_size = 2
+    more = ("--releases", "2", "--records", str(tmp_path / "r.jsonl"))
+    assert command("stream", service, items, *more) == 0
+    capsys.readouterr()
+    assert command("stream", service, items, *more) == 0
+    assert "training: 100%|" in (told := capsys.readouterr().err)
+    assert "| 2/2 [" in told
+    assert "releases trained" in told
+
+    service.trains = False
+    more = ("--rollouts", "8", "--records", str(tmp_path / "s.jsonl"))
+    assert command("stream", service, items, "--rollouts", "3", *more[2:]) == 0
+    capsys.readouterr()
+    assert command("stream", service, items, *more, "--epochs", "2") == 0
+    counts = re.findall(r"\| (\d)/8 \[", capsys.readouterr().err)
+    assert (counts[0], counts[1], counts[-1]) == ("0", "3", "8")
+
+
+@pytest.mark.parametrize(("option", "least"), [("--in-flight", 1), ("--max-ahead", 0)])
+@pytest.mark.parametrize("value", ["abc", "1.5", "-1"])
+def test_a_count_that_is_none_is_a_sentence(
+    service: Any, items: Path, capsys: pytest.CaptureFixture[str], option: str, least: int, value: str
+) -> None:
+    with pytest.raises(SystemExit):
+        command("stream", service, items, f"{option}={value}")
+    assert f"{option}" in (said := capsys.readouterr().err)
+    assert f"expected a whole number of at least {least}, got '{value}'" in said
+
+
+@pytest.mark.parametrize(
+    "command", ["stream", "groups", "compute vote", "compute beam", "compute revise", "compute route", "harbor run"]
+)
+def test_the_help_says_every_default(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """In the words after an option: argparse leaves a default out that no help names."""
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    expected = {
+        "stream": [
+            "sampled at once (default: 16)",
+            "tokens of an answer at most (default: 64)",
+            "of sampling (default: 1.0)",
+            "seconds that an answer may take (default: 630)",
+        ],
+        "compute vote": [
+            "answers to an item at most (default: 8)",
+            "tokens of one answer at most (default: 64)",
+            "items at a time (default: 64)",
+            "are made of (default: 0)",
+        ],
+        "compute beam": ["kept (default: 2)", "each beam (default: 2)"],
+        "compute revise": ["at most (default: 2)"],
+        "compute route": ["every item gets (default: 3)"],
+        "harbor run": ["reef (the default)", "docker (the default)"],
+    }
+    common = ["(default: REEF_URL, else http://127.0.0.1:8080)", "(default: work/run/api-key)"]
+    for words in (*expected[command if command != "groups" else "stream"], *common):
+        assert words in told
 
 
 def test_rows_that_cannot_be_used_are_named_and_the_others_go_on(

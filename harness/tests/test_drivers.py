@@ -3,10 +3,11 @@
 import asyncio
 import itertools
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,38 @@ def drive(
     return asyncio.run(run())
 
 
+class Clock:
+    """The drivers' clock. A test puts it forward while nothing moves: minutes are over at once, on a busy machine too.
+
+    What moves meanwhile takes no part of them: the real timeouts are minutes.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def forward(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+    def forward_once_all_wait(self, waiting: int, seconds: float = 400.0) -> Callable[[Progress], None]:
+        """To be told how a driver stands: time passes when so many units wait and none is on its way."""
+
+        def told(progress: Progress) -> None:
+            if (progress.waiting, progress.in_flight) == (waiting, 0):
+                self.forward(seconds)
+
+        return told
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("reef_harness.drivers.driver.time", clock)
+    return clock
+
+
 @pytest.mark.parametrize("one_request", [True, False])
 def test_every_choice_is_reported_with_its_group_and_recorded(service: Any, tmp_path: Path, one_request: bool) -> None:
     service.answer = half_right if one_request else lambda prompt, index: "<final>2</final>"
@@ -88,10 +121,10 @@ def test_every_choice_is_reported_with_its_group_and_recorded(service: Any, tmp_
     assert {(row.num_tokens, row.release, row.grader) for row in rows} == {(7.0, "r0", "final")}
 
 
-def test_the_driver_stays_within_the_groups_it_may_be_ahead(service: Any) -> None:
+def test_the_driver_stays_within_the_groups_it_may_be_ahead(service: Any, clock: Clock) -> None:
     service.batch_size = 10_000  # nothing is ever trained
     with pytest.raises(Stalled, match="4 groups wait"):
-        drive(service, items(), 1, groups_per_batch=2, max_ahead=1, stall_timeout_s=0.4)
+        drive(service, items(), 1, groups_per_batch=2, max_ahead=1, progress=clock.forward_once_all_wait(4))
     assert len(service.paths("/v1/chat")) == 4
 
 
@@ -235,6 +268,13 @@ def test_the_progress_bar_shows_reward_and_release(service: Any, capsys: pytest.
     assert "\r" not in shown  # nobody's terminal: lines
 
 
+def test_bars_below_another_bar_move_no_cursor_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ReleaseBar(2), RolloutBar(3):
+        pass
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted({line.split(":")[0] for line in lines}) == ["rollouts", "training"]
+
+
 def test_the_bar_of_rollouts_counts_those_that_were_reported(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
     service.trains = False
     service.faults.append(400)
@@ -263,7 +303,7 @@ def test_a_stream_reports_each_rollout_at_once_without_a_group(service: Any, tmp
 def test_a_stream_keeps_its_rollouts_in_flight_at_all_times(service: Any) -> None:
     """Eight are begun before any is answered, and one more for each that ends."""
     service.trains = False
-    inside, most, lock = [0], [0], threading.Lock()
+    inside, most, lock, full = [0], [0], threading.Lock(), threading.Event()
     real = service.handle
 
     def slow(http: Any) -> None:
@@ -271,8 +311,11 @@ def test_a_stream_keeps_its_rollouts_in_flight_at_all_times(service: Any) -> Non
         with lock:
             inside[0] += chat
             most[0] = max(most[0], inside[0])
+            if most[0] == 8:
+                full.set()
         if chat:
-            time.sleep(0.05)
+            full.wait(60)
+            time.sleep(0.01)
         with lock:
             inside[0] -= chat
         real(http)
@@ -283,10 +326,11 @@ def test_a_stream_keeps_its_rollouts_in_flight_at_all_times(service: Any) -> Non
     assert most[0] == 8
 
 
-def test_a_paced_stream_stays_within_the_batches_it_may_be_ahead(service: Any) -> None:
+def test_a_paced_stream_stays_within_the_batches_it_may_be_ahead(service: Any, clock: Clock) -> None:
     service.batch_size = 10_000
+    paced: dict[str, Any] = {"kind": StreamDriver, "batch": 8, "max_ahead": 1}
     with pytest.raises(Stalled, match="16 rollouts wait"):
-        drive(service, items(), 1, kind=StreamDriver, batch=8, max_ahead=1, stall_timeout_s=0.4)
+        drive(service, items(), 1, **paced, progress=clock.forward_once_all_wait(16))
     assert len(service.paths("/v1/chat")) == 16
 
 
@@ -313,6 +357,21 @@ def test_rollouts_of_a_service_that_only_records_are_done_once_recorded(service:
 
 
 def test_what_is_too_little_for_a_batch_is_left_waiting_at_the_end(service: Any) -> None:
+    end = drive(service, items(20), None, kind=StreamDriver)
+    assert (end.rollouts, end.releases, end.waiting) == (20, 2, 4)
+
+
+def test_what_is_trained_while_the_driver_asks_whether_anything_will_be_is_counted(service: Any) -> None:
+    service.batch_size = 100
+    route = service.route
+
+    def trains_first(method: str, parts: list[str], *rest: Any) -> Any:
+        if (method, parts) == ("GET", ["reef", "scenarios", "sums"]):
+            service.batch_size = 8
+            service.train()
+        return route(method, parts, *rest)
+
+    service.route = trains_first
     end = drive(service, items(20), None, kind=StreamDriver)
     assert (end.rollouts, end.releases, end.waiting) == (20, 2, 4)
 
@@ -346,7 +405,7 @@ def test_review_and_error_are_reported_as_such_and_never_as_a_score(service: Any
 def test_a_group_with_a_member_without_a_score_holds_nobody_up(service: Any) -> None:
     """The groups of every third prompt can never be whole; the service keeps them until its deadline."""
     service.answer = lambda prompt, index: "1" if int(prompt.split()[1]) % 3 == 0 and index == 5 else "0"
-    end = drive(service, items(), 4, grader=Unsure(), groups_per_batch=1, max_ahead=0, stall_timeout_s=2.0)
+    end = drive(service, items(), 4, grader=Unsure(), groups_per_batch=1, max_ahead=0, stall_timeout_s=60.0)
     assert end.releases == 4
     assert end.waiting >= 1
     incomplete = [id for id in service.pending if service.reports[id][0]["group"].startswith("item0/")]
@@ -424,14 +483,73 @@ def test_bounds_below_one_are_refused_by_name(service: Any, wrong: dict[str, int
     ],
 )
 def test_a_run_that_is_done_does_not_wait_for_training_that_stands_still(
-    service: Any, state: dict[str, str], told: str
+    service: Any, clock: Clock, state: dict[str, str], told: str
 ) -> None:
     for name, value in state.items():
         setattr(service, name, value)
-    end = drive(service, items(20), None, kind=StreamDriver, stall_timeout_s=5.0)
+    end = drive(service, items(20), None, kind=StreamDriver, stall_timeout_s=60.0)
     assert (end.reported, end.releases, end.waiting, end.standstill) == (20, 0, 20, told)
     with pytest.raises(Stalled, match=f"8 rollouts wait to be used by the service; {told}"):
-        drive(service, items(), None, kind=StreamDriver, batch=8, max_ahead=0, stall_timeout_s=0.2)
+        drive(service, items(), None, **ONE_BATCH, progress=clock.forward_once_all_wait(8))
+
+
+ONE_BATCH: dict[str, Any] = {"kind": StreamDriver, "batch": 8, "max_ahead": 0}
+HELD = "the gate holds release r0 since 1970-01-01 00:00:00+00:00"
+MEASURING = f"{HELD}, and waits for accuracy"
+
+
+def test_a_paced_driver_waits_for_the_gate_beyond_the_stall_timeout_and_says_so(service: Any, clock: Clock) -> None:
+    """It passes after 3200 s, of 4200 that it may take: otherwise the driver waits for 300 s."""
+    service.held = {"missing": ["accuracy"], "error": None}
+    said: list[str] = []
+
+    def told(progress: Progress) -> None:
+        if progress.standstill and len(said) < 8:
+            said.append(progress.standstill)
+            clock.forward(400.0)
+        if len(said) == 8:
+            service.held = None
+            with service.lock:
+                service.train()
+
+    end = drive(service, items(), 2, **ONE_BATCH, progress=told)
+    assert (end.releases, end.standstill) == (2, None)
+    assert set(said) == {MEASURING}
+
+
+def test_a_gate_that_never_decides_ends_a_paced_run_with_what_it_waited_for(service: Any, clock: Clock) -> None:
+    service.held = {"missing": ["accuracy"], "error": None}
+    with pytest.raises(Stalled, match=f"8 rollouts wait to be used by the service; {re.escape(MEASURING)}"):
+        drive(service, items(), 1, **ONE_BATCH, progress=clock.forward_once_all_wait(8, 4300.0))
+
+
+def test_a_run_that_is_done_leaves_what_waits_to_a_gate_that_takes_long(service: Any, clock: Clock) -> None:
+    service.held = {"missing": ["accuracy"], "error": None}
+    end = drive(service, items(20), None, kind=StreamDriver, progress=clock.forward_once_all_wait(20))
+    assert (end.reported, end.releases, end.waiting, end.standstill) == (20, 0, 20, MEASURING)
+
+
+def test_a_gate_whose_command_failed_stands_still_until_somebody_decides(service: Any, clock: Clock) -> None:
+    service.held = {"missing": ["accuracy"], "error": "r0 stays held: it ended with 1"}
+    told = f"{HELD}: r0 stays held: it ended with 1"
+    end = drive(service, items(20), None, kind=StreamDriver)  # at once, not after the 300 s for what may pass
+    assert (end.waiting, end.standstill) == (20, told)
+    with pytest.raises(Stalled, match=re.escape(told)):
+        drive(service, items(), 1, **ONE_BATCH, progress=clock.forward_once_all_wait(8))
+
+
+def test_a_key_that_may_not_see_the_status_sees_the_hold_in_the_chain(service: Any, clock: Clock) -> None:
+    service.held = {}
+    real = service.route
+
+    def route(method: str, parts: list[str], *rest: Any) -> Any:
+        if parts == ["reef", "status"]:
+            return 403, {"error": {"message": "this key may not", "code": "forbidden"}}
+        return real(method, parts, *rest)
+
+    service.route = route
+    end = drive(service, items(8), None, kind=StreamDriver, progress=clock.forward_once_all_wait(8))
+    assert end.standstill == HELD
 
 
 def test_a_key_that_may_not_see_the_status_waits_for_training(service: Any) -> None:
@@ -447,7 +565,7 @@ def test_a_key_that_may_not_see_the_status_waits_for_training(service: Any) -> N
         return real(method, parts, *rest)
 
     service.route = route
-    end = drive(service, items(8), None, kind=StreamDriver, stall_timeout_s=5.0)
+    end = drive(service, items(8), None, kind=StreamDriver, stall_timeout_s=60.0)
     assert (end.releases, end.waiting, end.standstill) == (1, 0, None)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,51 @@ def test_an_option_of_a_tasks_grader_that_is_no_good_is_the_tasks_fault(spec: st
         grader_of_task(spec)
 
 
+@pytest.mark.parametrize("name", ["task.toml", "tests/gold.txt", "tests"])
+def test_a_link_out_of_a_tasks_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    """Its first line would go to the service, as the text that a report is graded by."""
+    theirs = task(tmp_path / "theirs", gold_file="6")
+    (tmp_path / "host").mkdir()
+    moved = (theirs / name).rename(tmp_path / "host" / Path(name).name)
+    (theirs / name).symlink_to(moved)
+    with pytest.raises(BadTask, match=r"is a link out of the task's folder, to .*/host/") as caught:
+        read_task(theirs)
+    assert str(theirs) in str(caught.value)
+
+
+def test_a_link_within_a_tasks_folder_is_followed_wherever_the_folder_is_seen_from(tmp_path: Path) -> None:
+    ours = task(tmp_path / "ours")
+    (ours / "answer").write_text("6")
+    (ours / "tests" / "gold.txt").symlink_to("../answer")
+    (tmp_path / "seen").symlink_to(ours)
+    assert read_task(tmp_path / "seen").gold == "6"
+
+
+def test_a_gold_that_is_no_text_of_sensible_size_is_refused(tmp_path: Path) -> None:
+    gold = task(tmp_path) / "tests" / "gold.txt"
+    gold.write_text("6" * 999_999)
+    assert read_task(tmp_path).gold == "6" * 999_999
+    gold.write_text("6" * 1_000_000)
+    with pytest.raises(BadTask, match=r"gold\.txt has 1,000,000 bytes, expected less than 1,000,000"):
+        read_task(tmp_path)
+    gold.unlink()
+    gold.mkdir()
+    with pytest.raises(BadTask, match=r"cannot read .*gold\.txt: it is no file"):
+        read_task(tmp_path)
+    gold.rmdir()
+    os.mkfifo(gold)  # reading it would wait for ever
+    with pytest.raises(BadTask, match=r"cannot read .*gold\.txt: it is no file"):
+        read_task(tmp_path)
+    gold.unlink()
+    gold.symlink_to("gold.txt")
+    with pytest.raises(BadTask, match=r"cannot read .*gold\.txt: "):
+        read_task(tmp_path)
+    gold.unlink()
+    gold.symlink_to("answer")  # which is not there
+    with pytest.raises(BadTask, match=r"cannot read .*gold\.txt: "):
+        read_task(tmp_path)
+
+
 # ---- rollouts
 
 
@@ -142,6 +188,20 @@ def test_each_rollout_is_a_request_of_its_own_and_reported_against_its_receipt(s
         (1.0, "g", 2),
     ]
     assert len(service.paths("/v1/chat/completions")) == 3
+    assert list(service.reports) == [f"harbor-{each.receipt}" for each in rollouts]
+    assert [each.answer and each.answer.receipt for each in rollouts] == [each.receipt for each in rollouts]
+
+
+def test_a_report_that_the_service_refuses_leaves_the_answer_to_be_handed_in(service: Any) -> None:
+    def right(prompt: str, index: int) -> str:
+        service.faults.append(400)  # for the next request
+        return final(2)
+
+    service.answer = right
+    [rollout] = sample(service, rollouts=1)
+    assert (rollout.text, rollout.score, rollout.scored) == (final(2), 1.0, False)
+    assert rollout.error == "BadRequest: told to answer 400 (HTTP 400)"
+    assert (rollout.line()["report"], service.reports) == (None, {})
 
 
 def test_a_rollout_that_fails_is_said_and_the_others_go_on(service: Any) -> None:
@@ -162,7 +222,7 @@ def test_an_answer_that_an_engine_failed_is_asked_for_again(service: Any) -> Non
 def test_without_gold_nothing_is_reported(service: Any) -> None:
     rollouts = sample(service, gold=None)
     assert service.reports == {}
-    assert [(each.verdict, each.error) for each in rollouts] == [(None, None)] * 4
+    assert [(each.outcome, each.report, each.error) for each in rollouts] == [(None, None, None)] * 4
 
 
 def test_a_gold_answer_that_the_grader_cannot_use_grades_nothing(service: Any) -> None:
@@ -175,7 +235,7 @@ def test_an_aborted_answer_is_neither_graded_nor_handed_in(service: Any) -> None
     service.finish_reason = "abort"
     rollouts = sample(service)
     assert service.reports == {}
-    assert rollouts[0].error == "not a whole answer: finish_reason 'abort'"
+    assert rollouts[0].error == "not a whole rollout: finish_reason 'abort'"
     assert pick(rollouts, FinalGrader()) is None
 
 
@@ -205,10 +265,11 @@ def test_a_grader_that_fails_costs_the_rollouts_that_it_fails_at_and_no_others(s
     rollouts = sample(service, rollouts=3, grader=Broken())
     assert [each.error for each in rollouts] == [
         "not graded: the score of broken 1 is nan",
-        "not graded: RuntimeError: no luck",
+        "RuntimeError: no luck",
         None,
     ]
     assert [each.scored for each in rollouts] == [False, False, True]
+    assert [each.text for each in rollouts] == ["0", "1", "2"]  # all can be handed in
     assert [body["references"] for body, _ in service.reports.values()] == [[rollouts[2].receipt]]
 
 
@@ -246,7 +307,7 @@ def test_an_answer_at_which_reading_fails_does_not_vote_and_ends_nothing() -> No
 
 def answers(*texts: str, cut: Sequence[int] = ()) -> list[Rollout]:
     return [
-        Rollout(i, receipt=f"rcp_{i}", text=text, finish_reason="length" if i in cut else "stop")
+        Rollout("sum", 0, i, receipt=f"rcp_{i}", text=text, finish_reason="length" if i in cut else "stop")
         for i, text in enumerate(texts)
     ]
 
@@ -264,7 +325,7 @@ def final(value: int) -> str:
         (answers(final(2), final(2), final(3), cut=[0, 1]), 2),  # nor what length cut
         (answers("?", "!", cut=[0]), 1),
         (answers("?", "!", cut=[0, 1]), 0),
-        ([Rollout(0, error="down")], None),
+        ([Rollout("sum", 0, 0, error="down")], None),
     ],
 )
 def test_the_answer_that_most_agree_on_is_handed_in(rollouts: list[Rollout], picked: int | None) -> None:
@@ -283,7 +344,7 @@ def test_a_verdict_refers_to_all_rollouts_only_where_they_have_grades_of_their_o
     assert references(graded, graded[1]) == [each.receipt for each in graded]
     ungraded = sample(service, gold=None, rollouts=3)
     assert references(ungraded, ungraded[1]) == [ungraded[1].receipt]
-    assert references([Rollout(0, error="down")], None) == []
+    assert references([Rollout("sum", 0, 0, error="down")], None) == []
 
 
 # ---- verdicts
@@ -473,8 +534,8 @@ def pairs(arguments: list[str], flag: str) -> dict[str, str]:
 
 
 def test_our_agent_gets_the_service_and_the_key_is_in_no_argument(tmp_path: Path) -> None:
-    arguments = run.arguments_of(str(tmp_path), "reef", "bwrap", SERVICE, ["rollouts=3"], ["-n", "2"])
-    assert arguments[:6] == ["run", "--path", str(tmp_path), "--env", run.ENVIRONMENTS["bwrap"], "--agent"]
+    arguments = run.arguments_of(str(task(tmp_path)), "reef", "bwrap", SERVICE, ["rollouts=3"], ["-n", "2"])
+    assert arguments[:6] == ["run", "--path", str(task(tmp_path)), "--env", run.ENVIRONMENTS["bwrap"], "--agent"]
     assert pairs(arguments, "--ak") == {
         "url": "http://127.0.0.1:8080",
         "scenario": "sums",
@@ -539,19 +600,75 @@ def test_other_agents_get_the_scenario_in_the_base_url(agent: str, model: str, b
 
 def test_what_a_model_writes_is_not_run_in_a_folder_of_this_host(tmp_path: Path) -> None:
     with pytest.raises(run.HarnessError, match="hostdir is no sandbox, and terminus-2 runs what the model writes"):
-        run.arguments_of(str(tmp_path), "terminus-2", "hostdir", SERVICE, [], [])
+        run.arguments_of(str(task(tmp_path)), "terminus-2", "hostdir", SERVICE, [], [])
 
 
 @pytest.mark.parametrize("agent", ["reef", "oracle", "nop"])
 def test_the_tests_of_a_dataset_are_not_run_in_a_folder_of_this_host(agent: str, tmp_path: Path) -> None:
     with pytest.raises(run.HarnessError, match="tasks@1 is a dataset: its tests would run on this host"):
         run.arguments_of("tasks@1", agent, "hostdir", SERVICE, [], [])
-    assert "--path" in run.arguments_of(str(tmp_path), agent, "hostdir", SERVICE, [], [])
+    assert "--path" in run.arguments_of(str(task(tmp_path)), agent, "hostdir", SERVICE, [], [])
     assert "--dataset" in run.arguments_of("tasks@1", agent, run.ENVIRONMENTS["hostdir"], SERVICE, [], [])
 
 
+@pytest.mark.parametrize("environment", ["hostdir", "docker", run.ENVIRONMENTS["hostdir"]])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--dataset", "x@1"], "--dataset"),
+        (["--dataset=x@1"], "--dataset"),
+        (["-n", "2", "-d", "x@1"], "-d"),
+        (["-dx@1"], "-d"),
+        (["-qydx@1"], "-d"),
+        (["-t", "org/name"], "-t"),
+        (["--repo", "org/name"], "--repo"),
+        (["--task-git-url=https://host/x", "--task-git-commit=abc"], "--task-git-commit, --task-git-url"),
+        (["-p", "elsewhere"], "-p"),
+    ],
+)
+def test_no_other_tasks_than_the_folders_are_chosen_behind_the_dashes(
+    words: list[str], named: str, environment: str, tmp_path: Path
+) -> None:
+    """They would run on this host, or get whatever variables of it they ask for: --yes is for the folder."""
+    with pytest.raises(run.HarnessError, match=f"^{named} cannot be said behind --: TASKS says which tasks are run"):
+        run.arguments_of(str(task(tmp_path)), "reef", environment, SERVICE, [], words)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--agent", "terminus-2"], "--agent"),
+        (["--agent=terminus-2"], "--agent"),
+        (["-a", "terminus-2"], "-a"),
+        (["-aterminus-2"], "-a"),
+        (["--agent-import-path", "their:Agent"], "--agent-import-path"),
+        (["-e", "docker", "-c", "job.yaml"], "-c, -e"),
+        (["--config=job.yaml"], "--config"),
+        (["--environment-import-path=their:Environment"], "--environment-import-path"),
+        (["--user-agent", "codex"], "--user-agent"),
+    ],
+)
+def test_hostdir_is_not_given_to_another_agent_behind_the_dashes(words: list[str], named: str, tmp_path: Path) -> None:
+    with pytest.raises(run.HarnessError, match=f"^{named} cannot be said behind -- with --environment hostdir"):
+        run.arguments_of(str(task(tmp_path)), "reef", "hostdir", SERVICE, [], words)
+    for environment in ("docker", run.ENVIRONMENTS["hostdir"]):  # a sandbox, or what was asked for by its whole name
+        assert run.arguments_of(str(task(tmp_path)), "reef", environment, SERVICE, [], words)[-len(words) :] == words
+
+
+def test_where_a_datasets_registry_is_may_be_said_behind_the_dashes() -> None:
+    words = ["--registry-path", "registry.json"]
+    assert run.arguments_of("tasks@1", "reef", "docker", SERVICE, [], words)[-2:] == words
+
+
+def test_what_terminus_2_needs_of_this_host_in_bwrap_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(run.HarnessError, match="terminus-2 needs tmux, and bwrap has the programs of this host: apt-"):
+        run.arguments_of(str(task(tmp_path)), "terminus-2", "bwrap", SERVICE, [], [])
+    assert "terminus-2" in run.arguments_of(str(task(tmp_path)), "terminus-2", "docker", SERVICE, [], [])
+
+
 def test_only_a_folder_of_this_machine_gets_the_variables_that_it_asks_for(tmp_path: Path) -> None:
-    assert "--yes" in run.arguments_of(str(tmp_path), "reef", "docker", SERVICE, [], [])
+    assert "--yes" in run.arguments_of(str(task(tmp_path)), "reef", "docker", SERVICE, [], [])
     assert "--yes" not in run.arguments_of("tasks@1", "reef", "docker", SERVICE, [], [])
 
 
@@ -561,6 +678,22 @@ def test_a_folder_that_is_not_there_is_said(tasks: str, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(run.HarnessError, match=f"no such folder: {tasks}"):
         run.arguments_of(tasks, "reef", "docker", SERVICE, [], [])
+
+
+def test_a_folder_without_a_task_is_said(tmp_path: Path) -> None:
+    (tmp_path / "task" / "environment").mkdir(parents=True)
+    with pytest.raises(
+        run.HarnessError, match=r"has no task: expected a folder with a task\.toml, or a folder of such"
+    ):
+        run.arguments_of(str(tmp_path), "reef", "docker", SERVICE, [], [])
+    task(tmp_path / "task")
+    for folder in (tmp_path, tmp_path / "task"):
+        assert run.arguments_of(str(folder), "reef", "docker", SERVICE, [], [])[1:3] == ["--path", str(folder)]
+
+
+def test_an_option_without_a_value_is_said() -> None:
+    with pytest.raises(run.HarnessError, match="--option rollouts: expected NAME=VALUE"):
+        run.arguments_of("tasks@1", "reef", "docker", SERVICE, ["rollouts"], [])
 
 
 def test_a_file_in_the_place_of_a_folder_is_said(tmp_path: Path) -> None:

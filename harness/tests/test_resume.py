@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,7 @@ def test_a_cut_line_of_any_length_is_removed(service: Any, path: Path, size: int
         ({"kind": GroupsDriver}, "driver 'stream', this one has 'groups'"),
         ({"temperature": 0.5}, "temperature 1.0, this one has 0.5"),
         ({"max_tokens": 9}, "max_tokens 64, this one has 9"),
+        ({"extra": {"stop": ("a",), "top_p": 0.5}}, r"extra \{\}, this one has \{'stop': \['a'\], 'top_p': 0.5\}"),
     ],
 )
 def test_records_of_another_run_are_refused(service: Any, path: Path, changed: Any, message: str) -> None:
@@ -210,6 +212,61 @@ def test_records_of_another_run_are_refused(service: Any, path: Path, changed: A
     with pytest.raises(WrongRecords, match=message):
         drive(service, path, count=1, **changed)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("now", [("another prompt", "2"), ("prompt", "3")])
+def test_an_item_that_changed_does_not_fill_the_group_of_what_it_was(
+    service: Any, path: Path, now: tuple[str, str]
+) -> None:
+    """Four of eight are answered: the others would be compared with them, though asked or graded otherwise."""
+    service.faults.extend([400] * 4)
+
+    async def run(prompt: str, gold: str) -> None:
+        async with Client(service.url, scenario="sums", retry=QUICK) as client:
+            supply = iter([Item.from_text("q1", prompt, gold)])
+            with GroupsDriver(client, supply, FinalGrader(), one_request=False, poll_s=0.01, records=path) as driver:
+                await driver.run()
+
+    asyncio.run(run("prompt", "2"))
+    assert len(service.reports) == 4
+    with pytest.raises(WrongRecords, match="item 'q1' was answered with other messages, or another gold"):
+        asyncio.run(run(*now))
+    assert len(service.paths("/v1/")) == 8
+    asyncio.run(run("prompt", "2"))
+    assert len(service.reports) == 8
+
+
+def test_records_of_before_extra_and_digests_are_gone_on_with(service: Any, path: Path) -> None:
+    service.trains = False
+    drive(service, path, count=2, extra={"top_k": 5})
+    old = [{name: value for name, value in each.items() if name not in ("extra", "asked")} for each in events(path)]
+    assert old != events(path)
+    path.write_text("".join(json.dumps(event) + "\n" for event in old))
+    assert drive(service, path, count=3, extra={"top_k": 5, "stop": ("a",)}).rollouts == 3
+    assert len(service.receipts) == 3
+
+
+def test_fields_that_json_has_in_another_form_are_the_same_in_the_next_life(service: Any, path: Path) -> None:
+    service.trains = False
+    drive(service, path, count=1, extra={"stop": ("a",)})
+    assert drive(service, path, count=2, extra={"stop": ("a",)}).rollouts == 2
+
+
+@pytest.mark.parametrize("line", [b"{}", b'{"event": "reported", "item": [], "occurrence": 0, "index": 0}', b"again"])
+def test_lines_that_are_no_drivers_are_said_by_who_reads_rollouts_too(service: Any, path: Path, line: bytes) -> None:
+    service.trains = False
+    drive(service, path, count=1)
+    lines = path.read_bytes().splitlines()
+    reported = next(each for each in lines if json.loads(each)["event"] == "reported")
+    path.write_bytes(b"\n".join([*lines, reported if line == b"again" else line, b""]))
+    with pytest.raises(WrongRecords, match=r"rollouts\.jsonl:5: no line of a driver's records"):
+        read_rollouts(path)
+
+
+def test_a_line_of_brackets_without_end_is_not_json(path: Path) -> None:
+    path.write_bytes(b"[" * 100_000 + b"\n")
+    with pytest.raises(WrongRecords, match=r"rollouts\.jsonl:1: not JSON"):
+        read_rollouts(path)
 
 
 @pytest.mark.parametrize("text", ['{"item": "a", "error": null}\n', "[1]\n", "hello\n"])
@@ -309,7 +366,7 @@ def test_killed_at_any_moment_nothing_is_reported_twice_and_nothing_is_lost(
     service.report, service.chat = report, chat
     for _ in range(8):
         running.append(life(service, kind, path, count // size))
-        said, complaint = running[-1].communicate(timeout=60)
+        said, complaint = running[-1].communicate(timeout=120)
         assert running[-1].returncode in (0, -signal.SIGKILL), complaint
         if running[-1].returncode == 0:
             break
@@ -331,13 +388,13 @@ def test_interrupted_it_reports_what_is_in_flight_and_ends_and_the_next_life_doe
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     while len(service.reports) < 5:
-        pass
+        time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
-    said, complaint = process.communicate(timeout=30)
+    said, complaint = process.communicate(timeout=120)
     assert process.returncode == 0, complaint
     num_reported = len(service.reports)
     assert said.split() == [str(num_reported), "0"]
     assert len(service.receipts) == num_reported  # nothing that was sampled was thrown away
     process = life(service, "stream", path, num_reported + 3)
-    assert process.communicate(timeout=30)[0].split() == ["begun", str(num_reported + 3), "0"]
+    assert process.communicate(timeout=120)[0].split() == ["begun", str(num_reported + 3), "0"]
     assert len(service.receipts) == num_reported + 3

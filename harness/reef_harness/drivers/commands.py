@@ -35,15 +35,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     service.add_options(parser)
     parser.add_argument("--items", type=Path, required=True, help="JSONL: id, prompt or messages, gold")
     parser.add_argument("--grader", required=True, help="see reef-harness graders")
-    parser.add_argument("--in-flight", type=_count, default=16, help="rollouts, or groups, sampled at once")
-    parser.add_argument("--releases", type=_count, help="end after so many releases that these reports trained")
-    parser.add_argument("--rollouts", type=_count, help="end after so many reported rollouts")
+    parser.add_argument(
+        "--in-flight",
+        type=_count,
+        default=16,
+        help="rollouts (of groups: groups) sampled at once (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--releases", type=_count, help="end after so many releases that these reports trained (default: any)"
+    )
+    parser.add_argument("--rollouts", type=_count, help="end after so many reported rollouts (default: any)")
     parser.add_argument("--epochs", type=_count, help="times through the items (default: 1; with --releases any)")
     parser.add_argument("--seed", type=int, help="shuffle the items of each epoch (default: in the file's order)")
     parser.add_argument("--records", type=Path, help="JSONL of all rollouts; one that is there is gone on with")
-    parser.add_argument("--max-tokens", type=_count, default=64, help="of each answer")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of each answer")
+    parser.add_argument(
+        "--max-tokens", type=_count, default=64, help="tokens of an answer at most (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S,
+                        help="seconds that an answer may take (default: %(default)g)")  # fmt: skip
     parser.add_argument("--max-ahead", type=_ahead, metavar="N",
                         help="batches ahead of the releases (default: groups 1, stream: any)")  # fmt: skip
     parser.add_argument("--tags", type=_tag, nargs="*", default=[], metavar="NAME=VALUE", help="kept with each answer")
@@ -51,16 +61,20 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
+    return _whole(text, 1)
 
 
 def _ahead(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
     return value
 
 
@@ -86,6 +100,7 @@ async def _drive(arguments: argparse.Namespace, items: Sequence[Item], grader: G
         config = (await client.contract())["config"]
         bar = _bar(arguments, len(items), config)
         with bar, _driver(arguments, client, _epochs(arguments, items), grader, config, bar) as driver:
+            bar.begin(driver.snapshot())
             async with finish_on_sigint(driver.stop):
                 end = await driver.run(releases=arguments.releases, rollouts=arguments.rollouts)
     print(_summary(end, arguments.releases), file=sys.stderr)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from reef_harness.client import Client
-from reef_harness.drivers.following import Following, Open, standstill
+from reef_harness.drivers.following import Following, Open, Standstill, standstill
 from reef_harness.drivers.records import Key, Records
 from reef_harness.drivers.rollout import Done, Sampler
 from reef_harness.errors import HarnessError, Stalled
@@ -28,7 +28,7 @@ from reef_harness.wire import Asking
 MAX_WAITING = 8192  # rollouts open where nothing else bounds them: the service looks at no more when it takes a batch
 MAX_RELEASES = 10_000  # whose rewards are kept
 MAX_UNGRADABLE = 10_000  # items in a row that nothing can grade: of an endless supply no other will come
-_SWEEP_EVERY = 5  # polls: the oldest unit is looked at each time, some of the others only so often
+_SWEEP_EVERY = 20  # polls: the oldest unit is looked at each time, some of the others only so often
 _REST = 10  # polls in which nothing has to happen before the service is asked whether anything will
 
 
@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     progress: "Callable[[Progress], None] | None"  # called whenever something ended
     poll_s: float  # 0.1
     stall_timeout_s: float  # 300: without any movement for so long, Stalled is raised
+    held_timeout_s: float  # 4200: the same while the gate holds a release and may still decide by itself
     max_failed: int  # 8: so many units in a row may fail, beside as many as are in flight
 
 
@@ -68,7 +69,7 @@ class Progress:
     waiting: int  # units reported and not yet used by the service
     reported: int  # rollouts, in this life
     error: str | None  # of the last that failed, in this life
-    standstill: str | None  # why the service will not use what waits, where the run ended for that
+    standstill: str | None  # why the service uses nothing of what waits now, where it does not and says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class Driver(ABC):
         progress: Callable[[Progress], None] | None = None,
         poll_s: float = 0.1,
         stall_timeout_s: float = 300.0,
+        held_timeout_s: float = 4200.0,  # more than evaluation.command-timeout-s of the service, an hour
         max_failed: int = 8,
     ) -> None:
         _check(size=size, batch=batch_units, in_flight=in_flight)
@@ -125,7 +127,8 @@ class Driver(ABC):
         self._client, self._items = client, items
         self._size, self._in_flight, self._max_failed = size, in_flight, max_failed
         self._max_open = max(1, MAX_WAITING // size) if max_ahead is None else batch_units * (1 + max_ahead)
-        self._progress, self._poll_s, self._stall_timeout_s = progress, poll_s, stall_timeout_s
+        self._progress, self._poll_s = progress, poll_s
+        self._stall_timeout_s, self._held_timeout_s = stall_timeout_s, max(stall_timeout_s, held_timeout_s)
         self._records = Records(
             records,
             {
@@ -136,6 +139,7 @@ class Driver(ABC):
                 "max_tokens": max_tokens,
                 "grader": grader.id,
                 "version": grader.version,
+                "extra": dict(extra or {}),
             },
         )
         asking = Asking(temperature=temperature, max_tokens=max_tokens, tags=tags, extra=extra)
@@ -148,8 +152,8 @@ class Driver(ABC):
         self._failed_in_a_row = self._ungradable_in_a_row = 0
         self._num_reported = self._num_before = self._records.num_reported
         self._last_error: str | None = None
-        self._standstill: str | None = None
-        self._asked_at = 0.0  # the service, whether it will use what waits
+        self._standstill: Standstill | None = None
+        self._asked_at = 0.0  # the service, why it uses nothing
         self._scores: deque[float] = deque(maxlen=batch_units * size)
         self._lengths: deque[float] = deque(maxlen=batch_units * size)
         self._starved = self._stopping = False
@@ -177,33 +181,27 @@ class Driver(ABC):
 
         Returns earlier when stopped, or when the items run out: then once every unit is used, or what waits is too
         little for another batch, or nothing is trained now (Progress.standstill). Units that still wait are remembered
-        by the next run. Raises Stalled when nothing moves for ``stall_timeout_s``, HarnessError when too many units in
-        a row fail, with what the last one hit.
+        by the next run. Raises Stalled when nothing moves for ``stall_timeout_s``, or for ``held_timeout_s`` while the
+        service's gate measures a release, HarnessError when too many units in a row fail, with what the last one hit.
         """
         polls = 0
         self._standstill = None
         try:
-            moved_at = time.monotonic()
+            moved_at = looked_at = time.monotonic()
             while not self._stopping and (releases is None or len(self._following.trained) < releases):
                 self._fill(rollouts)
-                if not self._working and (
-                    not self._following.num_whole or await self._rests(time.monotonic() - moved_at)
-                ):
+                if not self._working and not self._following.num_whole:
                     break
-                moved = await self._collect(timeout_s=self._poll_s)
-                polls += 1
-                if await self._following.settle(sweep=polls % _SWEEP_EVERY == 0):
-                    moved = True
-                    self._tell()
+                moved = await self._collect(timeout_s=max(0.0, looked_at + self._poll_s - time.monotonic()))
+                if time.monotonic() >= looked_at + self._poll_s:
+                    looked_at, polls = time.monotonic(), polls + 1
+                    if await self._following.settle(sweep=polls % _SWEEP_EVERY == 0):
+                        moved = True
+                        self._tell()
                 if moved:
-                    moved_at = time.monotonic()
-                elif time.monotonic() - moved_at > self._stall_timeout_s:
-                    why = await standstill(self._client, await self._client.queue())
-                    raise Stalled(
-                        f"no rollout ended and no report was used for {self._stall_timeout_s:.0f} s; "
-                        f"{len(self._following.open)} {self.unit}s wait to be used by the service"
-                        + (f"; {why}" if why else "")
-                    )
+                    moved_at, self._standstill = time.monotonic(), None
+                elif await self._rests(time.monotonic() - moved_at):
+                    break
             while self._working:
                 await self._collect(timeout_s=None)
         finally:
@@ -229,7 +227,7 @@ class Driver(ABC):
             waiting=len(self._following.open),
             reported=self._num_reported - self._num_before,
             error=self._last_error,
-            standstill=self._standstill,
+            standstill=self._standstill.told if self._standstill else None,
         )
 
     @abstractmethod
@@ -264,7 +262,7 @@ class Driver(ABC):
         for item in self._items:
             key = (item.id, self._occurrences[item.id])
             self._occurrences[item.id] += 1
-            past = self._records.past.get(key)
+            past = self._records.past_of(item, key)
             if missing := [i for i in range(self._size) if past is None or i not in past.answered]:
                 return item, key, missing
         return None
@@ -337,17 +335,35 @@ class Driver(ABC):
     # ---- ends
 
     async def _rests(self, still_s: float) -> bool:
-        """Whether nothing more will be used: no more comes from us, and what waits is too little, or not wanted now."""
-        pause_s = _REST * self._poll_s
-        if not self._starved or still_s < pause_s or time.monotonic() - self._asked_at < pause_s:
+        """Whether nothing more will be used: no more comes from us, and what waits is too little, or not wanted now.
+
+        Raises Stalled where there is more to do, and nothing has moved for too long.
+        """
+        pause_s = min(_REST * self._poll_s, self._stall_timeout_s)
+        if min(still_s, time.monotonic() - self._asked_at) < pause_s:
             return False
+        if self._working and still_s <= self._stall_timeout_s:
+            return False  # answers take their time
         self._asked_at = time.monotonic()
         queue = await self._client.queue()
-        config = (await self._client.contract())["config"]
-        if not queue["reserved"] and queue["pending"] < config["batch-size"]:
-            return True
+        done = self._starved and not self._working
+        if done and not queue["reserved"] and queue["pending"] < (await self._batch_size()):
+            return not await self._following.settle(sweep=True)  # what was used while we asked
         self._standstill = await standstill(self._client, queue)
-        return self._standstill is not None
+        self._tell()
+        passes = self._standstill is not None and self._standstill.passes
+        if done and self._standstill and (not passes or still_s > self._stall_timeout_s):
+            return True
+        if still_s > (self._held_timeout_s if passes else self._stall_timeout_s):
+            raise Stalled(
+                f"no rollout ended and no report was used for {still_s:.0f} s; "
+                f"{len(self._following.open)} {self.unit}s wait to be used by the service"
+                + (f"; {self._standstill.told}" if self._standstill else "")
+            )
+        return False
+
+    async def _batch_size(self) -> int:
+        return int((await self._client.contract())["config"]["batch-size"])
 
     def _tell(self) -> None:
         if self._progress:

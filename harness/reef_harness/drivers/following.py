@@ -1,12 +1,13 @@
 """What became of the reports: which units wait, which releases they trained, and how stale they were by then."""
 
-import asyncio
 from collections import deque
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from reef_harness.client import Client
 from reef_harness.drivers.records import Key, Records
 from reef_harness.errors import Forbidden, NotFound, WrongRecords
+from reef_harness.together import together
 from reef_harness.types import Json, Release, ReportState
 
 _LOOKS = 16  # of a sweep
@@ -21,6 +22,14 @@ class Open:
     report: str
     release: str | None
     whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """Why nothing is trained now. ``passes``: it may end by itself (a gate measures); else somebody must act."""
+
+    told: str
+    passes: bool = False
 
 
 class Following:
@@ -56,7 +65,7 @@ class Following:
         used, looks = 0, 1
         while waiting:
             now, waiting = waiting[:looks], waiting[looks:]
-            ended = await asyncio.gather(*(self._look(key) for key in now))
+            ended = await together(self._look(key) for key in now)
             used += sum(ended)
             if not all(ended):
                 break
@@ -65,7 +74,7 @@ class Following:
             others = list(self.open)
             start = self._cursor % len(others)
             self._cursor = start + _LOOKS
-            used += sum(await asyncio.gather(*(self._look(key) for key in others[start : start + _LOOKS])))
+            used += sum(await together(self._look(key) for key in others[start : start + _LOOKS]))
         return used > 0
 
     async def _look(self, key: Key) -> bool:
@@ -107,16 +116,37 @@ class Following:
         return link
 
 
-async def standstill(client: Client, queue: Json) -> str | None:
-    """Why the service trains nothing more by itself; None: it does, or does not say. ``queue``: its Client.queue."""
+async def standstill(client: Client, queue: Json) -> Standstill | None:
+    """Why the service trains nothing now; None: it does, or does not say. ``queue``: its Client.queue."""
     if queue.get("mode") == "manual" and not queue["reserved"]:
-        return f"nothing is trained by itself: the mode of {queue['name']} is manual"
-    try:
-        training = (await client.status())["training"] or {}
-    except (Forbidden, NotFound):
-        return None  # it is for other keys
+        return Standstill(f"nothing is trained by itself: the mode of {queue['name']} is manual")
+    training = await _training(client)
     if training.get("paused"):
-        return f"training is paused: {training['paused']}"
+        return Standstill(f"training is paused: {training['paused']}")
     if training.get("phase") == "stopped":
-        return f"training has stopped: {training.get('error')}"
-    return None
+        return Standstill(f"training has stopped: {training.get('error')}")
+    head = await client.release(queue["head"]) if queue.get("head") else None
+    return _held(head, training.get("held") or {}) if head and head.state == "pending" else None
+
+
+def _held(head: Release, so_far: Json) -> Standstill:
+    """What the gate waits for, where the status says it: a command that failed is run again only by a restart."""
+    told = f"the gate holds release {head.id} since {_time(head.created_at)}"
+    if failed := so_far.get("error"):
+        return Standstill(f"{told}: {failed}")
+    if missing := so_far.get("missing"):
+        told += f", and waits for {', '.join(missing)}"
+    return Standstill(told, passes=True)
+
+
+def _time(created_at: str | float) -> str:
+    if isinstance(created_at, str):
+        return created_at
+    return datetime.fromtimestamp(created_at, UTC).isoformat(sep=" ", timespec="seconds")
+
+
+async def _training(client: Client) -> Json:
+    try:
+        return dict((await client.status())["training"] or {})
+    except (Forbidden, NotFound):
+        return {}  # it is for other keys

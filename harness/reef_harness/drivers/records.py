@@ -1,7 +1,7 @@
 """What a driver did, a JSON line each: it is read back after a restart, and nothing is reported twice or forgotten.
 
     {"event": "run", "driver": "groups", "run": "5f1c...", ...settings}    the first line
-    {"event": "answered", ...the rollout, "report": its id}                graded; written before it is reported
+    {"event": "answered", ...the rollout, "report": its id, "asked"}       graded; written before it is reported
     {"event": "reported", "item", "occurrence", "index", "report"}         the service acknowledged the report
     {"event": "failed", ...the rollout, "error"}                           not sampled, not graded, or not reported
     {"event": "settled", "item", "occurrence", "state", "release", "step"} the service used it; nothing is waited for
@@ -11,9 +11,13 @@ that says so reports the same again, under the same id, and the service answers 
 operating system at once and not synced: they survive the death of this process (kill -9 too), not that of the machine.
 After that the last lines may be missing; then those prompts are answered once more, with receipts of their own. No
 receipt is ever graded twice.
+
+``asked`` is a digest of the item. One that changed between two lives is refused: its old answers and its new ones would
+be compared with each other in one group.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import uuid
@@ -23,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from reef_harness.errors import WrongRecords
-from reef_harness.types import Json, ReportState
+from reef_harness.types import Item, Json, ReportState
 
 Key = tuple[str, int]  # an item's id, and the how-manieth time that it is answered, from 0
 
@@ -69,6 +73,7 @@ class Past:
     report: str | None = None  # one of these
     release: str | None = None  # that answered it
     settled: bool = False
+    asked: str | None = None  # a digest of the item; None: not written down by older drivers
 
 
 class Records:
@@ -103,9 +108,19 @@ class Records:
         """The id under which a receipt is reported, in this life and in later ones."""
         return f"{self.run}-{receipt}"
 
-    def answered(self, rollouts: Sequence[Rollout]) -> None:
+    def past_of(self, item: Item, key: Key) -> Past | None:
+        """What earlier lives did at one time of an item. Raises WrongRecords where the item was another one then."""
+        past = self.past.get(key)
+        if past is not None and past.asked is not None and past.asked != _digest(item):
+            raise WrongRecords(
+                f"{self.path}: item {item.id!r} was answered with other messages, or another gold: "
+                "give what is new another id, or this run records of its own"
+            )
+        return past
+
+    def answered(self, item: Item, rollouts: Sequence[Rollout]) -> None:
         """They were graded and are about to be reported."""
-        self._write({"event": "answered", **asdict(each)} for each in rollouts)
+        self._write({"event": "answered", **asdict(each), "asked": _digest(item)} for each in rollouts)
 
     def failed(self, rollouts: Sequence[Rollout]) -> None:
         """They were not sampled, graded or reported; their ``error`` says why."""
@@ -142,7 +157,9 @@ class Records:
         header = _line(path, 1, first)
         if header.get("event") != "run" or not isinstance(header.get("run"), str):
             raise WrongRecords(f"{path} is no driver's records: its first line is no run: {first[:80]!r}")
-        for name, value in settings.items():
+        for name, value in json.loads(json.dumps(settings)).items():
+            if name == "extra" and name not in header:
+                continue  # older drivers did not write it down
             if header.get(name) != value:
                 raise WrongRecords(
                     f"{path} is of a run with {name} {header.get(name)!r}, this one has {value!r}: "
@@ -162,6 +179,7 @@ class Records:
             rollout = Rollout(**{name: event[name] for name in _FIELDS})
             past = self.past.setdefault(key, Past())
             past.answered.add(rollout.index)
+            past.asked = event.get("asked")
             past.owed[rollout.index] = rollout
         elif kind == "reported":
             past = self.past[key]
@@ -196,15 +214,18 @@ def read_rollouts(path: Path) -> list[Rollout]:
             event = _line(path, number, line)
             if number == 1 and event.get("event") != "run":
                 raise WrongRecords(f"{path} is no driver's records: its first line is no run")
-            if event["event"] not in ("answered", "reported", "failed"):
-                continue
-            place = (event["item"], event["occurrence"], event["index"])
-            if event["event"] == "answered":
-                owed[place] = Rollout(**{name: event[name] for name in _FIELDS})
-            elif event["event"] == "reported":
-                found[place] = owed.pop(place)
-            else:
-                found[place] = Rollout(**{name: event[name] for name in _FIELDS})
+            try:
+                if event["event"] not in ("answered", "reported", "failed"):
+                    continue
+                place = (event["item"], event["occurrence"], event["index"])
+                if event["event"] == "answered":
+                    owed[place] = Rollout(**{name: event[name] for name in _FIELDS})
+                elif event["event"] == "reported":
+                    found[place] = owed.pop(place)
+                else:
+                    found[place] = Rollout(**{name: event[name] for name in _FIELDS})
+            except (KeyError, TypeError) as error:
+                raise WrongRecords(f"{path}:{number}: no line of a driver's records: {error}") from None
     return list(found.values())
 
 
@@ -230,8 +251,13 @@ def repair(file: BinaryIO) -> None:
 def _line(path: Path, number: int, line: bytes) -> Json:
     try:
         event = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WrongRecords(f"{path}:{number}: not JSON: {error}") from None
     if not isinstance(event, dict):
         raise WrongRecords(f"{path}:{number}: expected a JSON object, got {type(event).__name__}")
     return event
+
+
+def _digest(item: Item) -> str:
+    """Of all that an item's answers and their scores depend on."""
+    return hashlib.sha256(json.dumps([item.messages, item.gold], sort_keys=True).encode()).hexdigest()[:16]

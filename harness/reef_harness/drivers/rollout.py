@@ -7,8 +7,9 @@ A failure is a rollout with an ``error``; the others go on.
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from reef_harness.client import Client
 from reef_harness.drivers.records import Key, Records, Rollout
@@ -20,6 +21,7 @@ from reef_harness.wire import Asking
 GRADABLE = frozenset({"stop", "length"})  # finish reasons of whole rollouts; others (an abort) say nothing of the model
 _NO_GOLD = "no_gold"
 _UNGRADABLE = frozenset({_NO_GOLD, "bad_gold", "bad_score"})  # reason codes: there is no grade to report
+_R = TypeVar("_R", bound=Rollout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +44,33 @@ class Sampler:
         """Answers number ``indexes`` of an item, out of one request: graded and reported as members of ``group``."""
         blank = Rollout(item.id, key[1], 0, group)
         if item.gold is None and self._needs_gold:
-            told = f"not graded: {_NO_GOLD}: item {item.id!r} has no gold answer"
-            return self._failed([replace(blank, index=index, error=told, reason_code=_NO_GOLD) for index in indexes])
+            why = f"not graded: {_NO_GOLD}: item {item.id!r} has no gold answer"
+            return self._failed([replace(blank, index=index, error=why, reason_code=_NO_GOLD) for index in indexes])
         asking = self._asking.copy()
         asking["n"] = len(indexes)
         try:
             answer = await self._client.chat(item.messages, **asking)
             check_choices(answer, len(indexes))
         except HarnessError as error:
-            return self._failed([replace(blank, index=index, error=_told(error)) for index in indexes])
-        graded = await asyncio.gather(
+            return self._failed([replace(blank, index=index, error=told(error)) for index in indexes])
+        rollouts = await asyncio.gather(
             *(
                 self._grade(item, replace(blank, index=indexes[choice.index]), answer, choice)
                 for choice in answer.choices
             )
         )
-        self._records.answered([each for each in graded if each.error is None])
-        self._records.failed([each for each in graded if each.error is not None])
-        return await asyncio.gather(*(self.report(each) for each in graded))
+        self._records.answered(item, [each for each in rollouts if each.error is None])
+        self._records.failed([each for each in rollouts if each.error is not None])
+        return await asyncio.gather(*(self.report(each) for each in rollouts))
 
     async def report(self, rollout: Rollout) -> Done:
         """Report a graded rollout under its own id, once however often this is called; one with an error is not."""
         if rollout.error is not None or rollout.receipt is None:
             return Done(rollout, ungradable=_ungradable(rollout))
         try:
-            state = await self._client.report(
-                rollout.receipt,
-                rollout.score,
-                outcome=rollout.outcome,
-                reason_code=rollout.reason_code,
-                group=rollout.group,
-                grader=(rollout.grader or "", rollout.version or ""),
-                truncated=rollout.finish_reason == "length",
-                report_id=rollout.report,
-            )
+            state = await report(self._client, rollout)
         except HarnessError as error:
-            failed = replace(rollout, error=_told(error))
+            failed = replace(rollout, error=told(error))
             self._records.failed([failed])
             return Done(failed)
         self._records.reported(rollout)
@@ -88,35 +81,10 @@ class Sampler:
         return [Done(each, ungradable=_ungradable(each)) for each in rollouts]
 
     async def _grade(self, item: Item, blank: Rollout, answer: Completion, choice: Choice) -> Rollout:
-        sampled = replace(
-            blank,
-            receipt=choice.receipt,
-            release=answer.release or None,
-            finish_reason=choice.finish_reason,
-            text=choice.text,
-            num_tokens=answer.completion_tokens / len(answer.choices),
-        )
-        if choice.finish_reason not in GRADABLE:
-            return replace(sampled, error=f"not a whole rollout: finish_reason {choice.finish_reason!r}")
-        verdict = await self._grader.judge(item, choice.text, choice.finish_reason)
-        if none := no_grade(verdict):
-            reason_code, told = none
-            self._needs_gold |= reason_code == _NO_GOLD
-            return replace(sampled, error=told, reason_code=reason_code)
-        return _graded(sampled, verdict, self._records.report_id(choice.receipt))
-
-
-def _ungradable(rollout: Rollout) -> bool:
-    return rollout.error is not None and rollout.reason_code in _UNGRADABLE
-
-
-def no_grade(verdict: Verdict) -> tuple[str, str] | None:
-    """Why a verdict is nothing to report, as a reason code and in words; None where it is a grade of the answer."""
-    if verdict.outcome == "error" and verdict.reason_code in _UNGRADABLE:
-        return verdict.reason_code, f"not graded: {verdict.reason_code}: {verdict.detail}"
-    if verdict.score is not None and not math.isfinite(verdict.score):
-        return "bad_score", f"not graded: the score of {verdict.grader} {verdict.version} is {verdict.score}"
-    return None
+        report_id = self._records.report_id(choice.receipt)
+        rollout = await graded(sampled(blank, answer, choice), item, self._grader, report_id)
+        self._needs_gold |= rollout.reason_code == _NO_GOLD
+        return rollout
 
 
 def check_choices(answer: Completion, n: int) -> None:
@@ -126,17 +94,70 @@ def check_choices(answer: Completion, n: int) -> None:
         raise UnexpectedAnswer(f"{n} answers were asked for, those with the indexes {indexes} came")
 
 
-def _graded(sampled: Rollout, verdict: Verdict, report: str) -> Rollout:
+def sampled(blank: _R, answer: Completion, choice: Choice) -> _R:
+    """``blank`` with what a choice of an answer says; with an ``error`` where the choice is no whole rollout."""
+    whole = choice.finish_reason in GRADABLE
     return replace(
-        sampled,
+        blank,
+        receipt=choice.receipt,
+        release=answer.release or None,
+        finish_reason=choice.finish_reason,
+        text=choice.text,
+        num_tokens=answer.completion_tokens / len(answer.choices),
+        error=None if whole else f"not a whole rollout: finish_reason {choice.finish_reason!r}",
+    )
+
+
+async def graded(rollout: _R, item: Item, grader: Grader, report_id: str) -> _R:
+    """A sampled rollout with its verdict, to be reported as ``report_id``; with an ``error`` where it has no grade.
+
+    One that has an error already is not judged.
+    """
+    if rollout.error is not None:
+        return rollout
+    verdict = await grader.judge(item, rollout.text or "", rollout.finish_reason or "")
+    if none := _no_grade(verdict):
+        reason_code, error = none
+        return replace(rollout, error=error, reason_code=reason_code)
+    return replace(
+        rollout,
         score=verdict.score,
         outcome=verdict.outcome,
         reason_code=verdict.reason_code,
         grader=verdict.grader,
         version=verdict.version,
-        report=report,
+        report=report_id,
     )
 
 
-def _told(error: HarnessError) -> str:
+async def report(client: Client, rollout: Rollout, metadata: Mapping[str, Any] | None = None) -> ReportState:
+    """Post the grade of a graded rollout under its own id: once, however often this is called."""
+    return await client.report(
+        rollout.receipt or "",
+        rollout.score,
+        outcome=rollout.outcome,
+        reason_code=rollout.reason_code,
+        group=rollout.group,
+        grader=(rollout.grader or "", rollout.version or ""),
+        truncated=rollout.finish_reason == "length",
+        metadata=metadata,
+        report_id=rollout.report,
+    )
+
+
+def told(error: Exception) -> str:
+    """An exception in a rollout's ``error``."""
     return f"{type(error).__name__}: {error}"
+
+
+def _ungradable(rollout: Rollout) -> bool:
+    return rollout.error is not None and rollout.reason_code in _UNGRADABLE
+
+
+def _no_grade(verdict: Verdict) -> tuple[str, str] | None:
+    """Why a verdict is nothing to report, as a reason code and in words; None where it is a grade of the answer."""
+    if verdict.outcome == "error" and verdict.reason_code in _UNGRADABLE:
+        return verdict.reason_code, f"not graded: {verdict.reason_code}: {verdict.detail}"
+    if verdict.score is not None and not math.isfinite(verdict.score):
+        return "bad_score", f"not graded: the score of {verdict.grader} {verdict.version} is {verdict.score}"
+    return None

@@ -105,15 +105,18 @@ class HarborAgent(BaseAgent):
         asked: Message = {"role": "user", "content": instruction.strip()}
         return ({"role": "system", "content": self.options.system}, asked) if self.options.system else (asked,)
 
+    @property
+    def _trial(self) -> str:
+        return (self.session_id or "trial").removesuffix("__agent")
+
     def _rollouts(self, client: Client, item: Item, grader: Grader | None) -> Rollouts:
-        trial = (self.session_id or "trial").removesuffix("__agent")
         asking: Asking = {
             "temperature": self.options.temperature,
             "max_tokens": self.options.max_tokens,
             "token_ids": True,
             "logprobs": True,
             "purpose": self.options.purpose,
-            "tags": {"agent": self.name(), "agent-version": self.version() or "", "trial": trial},
+            "tags": {"agent": self.name(), "agent-version": self.version() or "", "trial": self._trial},
             "extra": self.options.extra,
         }
         return Rollouts(
@@ -122,7 +125,7 @@ class HarborAgent(BaseAgent):
             grader,
             asking=asking,
             group=f"harbor-{self.context_id}-{self._runs}" if self.options.group else None,
-            metadata={"task": item.id, "trial": trial},
+            metadata={"task": item.id, "trial": self._trial},
             retries=self.options.retries,
         )
 
@@ -136,8 +139,9 @@ class HarborAgent(BaseAgent):
         context.rollout_details = [
             detail for each in [*first, *(r for r in rollouts if r is not picked)] if (detail := _detail(each))
         ]
-        context.n_input_tokens = sum(each.prompt_tokens for each in rollouts)
-        context.n_output_tokens = sum(each.completion_tokens for each in rollouts)
+        answers = [each.answer for each in rollouts if each.answer]
+        context.n_input_tokens = sum(answer.prompt_tokens for answer in answers)
+        context.n_output_tokens = sum(answer.completion_tokens for answer in answers)
         context.metadata = {
             "reef": {
                 "url": self.options.url,
@@ -154,10 +158,11 @@ class HarborAgent(BaseAgent):
     def _tell(self, done: list[Rollout]) -> None:
         for each in _in_order(done):
             if each.error:
-                self.logger.warning("reef: rollout %d: %s", each.index, each.error)
-        scores = [each.verdict.score for each in done if each.scored and each.verdict]
-        mean = f", mean {sum(filter(None, scores)) / len(scores):.2f}" if scores else ""
-        self.logger.info("reef: %d rollouts, %d scored and reported%s", len(done), len(scores), mean)
+                self.logger.warning("reef: %s: rollout %d: %s", self._trial, each.index, each.error)
+        scores = [each.score for each in done if each.scored and each.score is not None]
+        mean = f", mean {sum(scores) / len(scores):.2f}" if scores else ""
+        told = f"{len(done)} rollouts, {len(scores)} scored and reported{mean}"
+        self.logger.info("reef: %s: %s", self._trial, told)
 
     async def _hand_in(self, environment: BaseEnvironment, picked: Rollout, grader: Grader | None) -> None:
         text = picked.text or ""
@@ -181,12 +186,16 @@ def _in_order(done: list[Rollout]) -> list[Rollout]:
 
 def _detail(rollout: Rollout) -> RolloutDetail | None:
     """One conversation of one turn, in Harbor's form; None where the service gave no ids."""
-    if rollout.token_ids is None or rollout.logprobs is None or rollout.prompt_token_ids is None:
+    answer = rollout.answer
+    if answer is None or answer.prompt_token_ids is None:
+        return None
+    [choice] = answer.choices
+    if choice.token_ids is None or choice.logprobs is None:
         return None
     return {
-        "prompt_token_ids": [list(rollout.prompt_token_ids)],
-        "completion_token_ids": [list(rollout.token_ids)],
-        "logprobs": [list(rollout.logprobs)],
+        "prompt_token_ids": [list(answer.prompt_token_ids)],
+        "completion_token_ids": [list(choice.token_ids)],
+        "logprobs": [list(choice.logprobs)],
         "extra": {"reef_agent_record_id": [rollout.receipt], "reef_release_id": [rollout.release]},
     }
 

@@ -42,12 +42,21 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "Runs Harbor's own command, and prints it. What follows -- goes to it as it is: -- -n 2 --job-name first"
     )
     parser.add_argument("tasks", metavar="TASKS", help="a task's folder, a folder of tasks, or a dataset NAME@VERSION")
-    parser.add_argument("--agent", default="reef", help="reef, terminus-2, another of Harbor's, or module:Class")
     parser.add_argument(
-        "--environment", default="docker", help="hostdir, bwrap, docker, another of Harbor's, or module:Class"
+        "--agent", default="reef", help="reef (the default), terminus-2, another of Harbor's, or module:Class"
     )
     parser.add_argument(
-        "--option", "-O", action="append", default=[], metavar="NAME=VALUE", help="of the agent: rollouts=6"
+        "--environment",
+        default="docker",
+        help="docker (the default), bwrap, hostdir, another of Harbor's, or module:Class",
+    )
+    parser.add_argument(
+        "--option",
+        "-O",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the agent, as rollouts=6 (table: docs/harbor.md)",
     )
     service.add_options(parser)
     parser.set_defaults(run=_run)
@@ -55,9 +64,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", type=Path, metavar="JOB_DIR", help="jobs/NAME")
-    parser.add_argument("--reward-key", default=REWARD_KEY, help="which of a trial's rewards counts")
     parser.add_argument(
-        "--graded-exceptions", default="", metavar="TYPE,TYPE", help="exceptions that do not keep a trial from counting"
+        "--reward-key", default=REWARD_KEY, help=f"which of a trial's rewards counts (default: {REWARD_KEY})"
+    )
+    parser.add_argument(
+        "--graded-exceptions",
+        default="",
+        metavar="TYPE,TYPE",
+        help="exceptions that do not keep a trial from counting (none)",
     )
     service.add_options(parser)
     parser.set_defaults(run=_report)
@@ -69,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
     given = run.arguments_of(
         arguments.tasks, arguments.agent, arguments.environment, found, arguments.option, arguments.more
     )
-    return run.run(given, run.variables_now(found))
+    run.run(given, run.variables_now(found))
 
 
 async def _service(arguments: argparse.Namespace) -> run.Service:

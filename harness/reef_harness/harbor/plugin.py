@@ -1,6 +1,9 @@
 """``--plugin reef``: when a trial ends, the verifier's reward is reported against the trial's receipts."""
 
+import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,9 +85,10 @@ class ReefReports(BaseJobPlugin):
     async def on_job_end(self, job_result: "JobResult") -> None:
         """Say what was reported, and what is owed."""
         told = ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in sorted(self._counts.items()))
-        logger.info("reef: verdicts: %s", told or "none")
-        if self._counts.get("failed"):
-            logger.error("reef: post what failed later: reef-harness harbor report %s", self._job_dir)
+        with _last_words(self._job_dir / "job.log"):
+            logger.info("reef: verdicts: %s", told or "none")
+            if self._counts.get("failed"):
+                logger.error("reef: post what failed later: reef-harness harbor report %s", self._job_dir)
         await self._client.close()
 
     async def _catch_up(self, reports: Reports) -> None:
@@ -97,3 +101,17 @@ class ReefReports(BaseJobPlugin):
     def _say(self, line: Line) -> None:
         self._counts[line.status] = self._counts.get(line.status, 0) + 1
         (logger.error if line.status == "failed" else logger.info)("reef: %s", line)
+
+
+@contextmanager
+def _last_words(log: Path) -> Iterator[None]:
+    """Have what is logged seen and kept: Harbor takes its own handlers away before it tells plugins of the end."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(), logging.FileHandler(log, encoding="utf-8")]
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()

@@ -12,33 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reef_harness.client import Client
-from reef_harness.drivers.rollout import GRADABLE, check_choices, no_grade
+from reef_harness.drivers.records import Rollout as DriversRollout
+from reef_harness.drivers.rollout import GRADABLE, check_choices, graded, report, sampled, told
 from reef_harness.errors import EngineFailed, Unreachable
-from reef_harness.graders import Grader, Verdict
+from reef_harness.graders import Grader
 from reef_harness.types import Completion, Item, Json, ReportState
 from reef_harness.wire import Asking
 
+_LINE = ("index", "error", "receipt", "release", "finish_reason", "num_tokens", "score", "outcome", "reason_code")
+
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One answer and what became of it. ``error`` is set where it was not sampled, not graded or not reported.
+class Rollout(DriversRollout):
+    """A driver's rollout, with the answer as it came (ids and log-probabilities too) and what became of its report."""
 
-    Prompt ids [P], sampled ids [N] and their log-probabilities [N] are as the service recorded them.
-    """
-
-    index: int
-    error: str | None = None
-    receipt: str | None = None
-    release: str | None = None  # that answered
-    finish_reason: str | None = None
-    text: str | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_token_ids: tuple[int, ...] | None = None
-    token_ids: tuple[int, ...] | None = None
-    logprobs: tuple[float, ...] | None = None
-    verdict: Verdict | None = None
-    report: ReportState | None = None
+    answer: Completion | None = None
+    state: ReportState | None = None
 
     @property
     def whole(self) -> bool:
@@ -48,24 +37,15 @@ class Rollout:
     @property
     def scored(self) -> bool:
         """Whether the service holds a grade of it that can train."""
-        return self.report is not None and self.verdict is not None and self.verdict.graded
+        return self.state is not None and self.score is not None
 
     def line(self) -> Json:
         """As a line of ``rollouts.jsonl``: without ids and log-probabilities, which the receipt has."""
-        verdict, report = self.verdict, self.report
         return {
-            "index": self.index,
-            "error": self.error,
-            "receipt": self.receipt,
-            "release": self.release,
-            "finish_reason": self.finish_reason,
-            "completion_tokens": self.completion_tokens,
-            "score": verdict.score if verdict else None,
-            "outcome": verdict.outcome if verdict else None,
-            "reason_code": verdict.reason_code if verdict else None,
-            "grader": f"{verdict.grader}/{verdict.version}" if verdict else None,
-            "report": report.id if report else None,
-            "state": report.state if report else None,
+            **{name: getattr(self, name) for name in _LINE},
+            "grader": f"{self.grader}/{self.version}" if self.grader else None,
+            "report": self.state.id if self.state else None,
+            "state": self.state.state if self.state else None,
         }
 
 
@@ -108,16 +88,18 @@ class Rollouts:
         return sorted(self.done, key=lambda each: each.index)
 
     async def _rollout(self, index: int) -> Rollout:
+        rollout = Rollout(self._item.id, 0, index, self._group)
         try:
             answer = await self._ask()
+            rollout = replace(sampled(rollout, answer, answer.choices[0]), answer=answer)
+            if self._grader is not None:
+                rollout = await graded(rollout, self._item, self._grader, f"harbor-{rollout.receipt}")
+            if rollout.report is None:
+                return rollout
+            state = await report(self._client, rollout, {**self._metadata, "rollout": index})
+            return replace(rollout, state=state)
         except Exception as error:  # noqa: BLE001 - a supervisor: whatever ends one rollout, the others go on
-            return Rollout(index, error=_told(error))
-        sampled = _sampled(index, answer)
-        if not sampled.whole:
-            return replace(sampled, error=f"not a whole answer: finish_reason {sampled.finish_reason!r}")
-        if self._grader is None or self._item.gold is None:
-            return sampled
-        return await self._report(await self._grade(self._grader, sampled))
+            return replace(rollout, error=told(error))
 
     async def _ask(self) -> Completion:
         """One answer. Where an engine failed or the connection broke, it is asked anew: nothing refers to the first."""
@@ -132,35 +114,6 @@ class Rollouts:
         answer = await self._client.chat(self._item.messages, **self._asking)
         check_choices(answer, 1)
         return answer
-
-    async def _grade(self, grader: Grader, sampled: Rollout) -> Rollout:
-        try:
-            verdict = await grader.judge(self._item, sampled.text or "", sampled.finish_reason or "")
-        except Exception as error:  # noqa: BLE001 - as above: graders are users' code as well
-            return replace(sampled, error=f"not graded: {_told(error)}")
-        if none := no_grade(verdict):
-            return replace(sampled, error=none[1])
-        return replace(sampled, verdict=verdict)
-
-    async def _report(self, graded: Rollout) -> Rollout:
-        verdict, receipt = graded.verdict, graded.receipt
-        if verdict is None or receipt is None:
-            return graded
-        try:
-            state = await self._client.report(
-                receipt,
-                verdict.score,
-                outcome=verdict.outcome,
-                reason_code=verdict.reason_code,
-                group=self._group,
-                grader=(verdict.grader, verdict.version),
-                truncated=graded.finish_reason == "length",
-                metadata={**self._metadata, "rollout": graded.index},
-                report_id=f"harbor-{receipt}",
-            )
-        except Exception as error:  # noqa: BLE001 - as above
-            return replace(graded, error=f"not reported: {_told(error)}")
-        return replace(graded, report=state)
 
 
 def pick(rollouts: Sequence[Rollout], grader: Grader | None) -> Rollout | None:
@@ -196,23 +149,3 @@ def references(rollouts: Sequence[Rollout], picked: Rollout | None) -> list[str]
     if any(each.scored for each in rollouts):
         return [each.receipt for each in rollouts if each.whole and each.receipt]
     return [picked.receipt] if picked and picked.receipt else []
-
-
-def _sampled(index: int, answer: Completion) -> Rollout:
-    choice = answer.choices[0]
-    return Rollout(
-        index,
-        receipt=choice.receipt,
-        release=answer.release or None,
-        finish_reason=choice.finish_reason,
-        text=choice.text,
-        prompt_tokens=answer.prompt_tokens,
-        completion_tokens=answer.completion_tokens,
-        prompt_token_ids=answer.prompt_token_ids,
-        token_ids=choice.token_ids,
-        logprobs=choice.logprobs,
-    )
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -10,11 +10,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from reef_harness.errors import HarnessError
 
@@ -25,6 +26,16 @@ ENVIRONMENTS = {
 OURS = "reef_harness.harbor.agent:HarborAgent"
 _RUNS_NOTHING = frozenset({"reef", OURS, "oracle", "nop"})  # agents that run no command of a model's
 _ANTHROPIC = frozenset({"claude-code"})  # speaks Messages; the others speak OpenAI's APIs
+# What Harbor 0.26 takes behind the dashes that would say anew what TASKS, --agent and --environment have said.
+_CHOOSE_TASKS = frozenset(
+    {"-p", "--path", "-d", "--dataset", "-t", "--task", "--repo", "--registry-url", "--registry-path"}
+    | {"--task-git-url", "--task-git-commit"}
+)
+_CHOOSE_WHO_RUNS = frozenset(
+    {"-a", "--agent", "--agent-import-path", "--user-agent"}
+    | {"-e", "--env", "--environment-import-path", "-c", "--config"}
+)
+_FLAGS = "hqy"  # one-letter options without a value: others may follow in the same word
 _KEY = "REEF_API_KEY"
 _DATASET = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*(?:@\S+)?|@\S+)")  # NAME@VERSION or ORG/NAME[@REF]
 _HARBOR = "import sys; from harbor.cli.main import app; sys.argv[0] = 'harbor'; sys.exit(app())"
@@ -58,10 +69,11 @@ def arguments_of(
 ) -> list[str]:
     """The arguments of ``harbor``. ``more`` come last and so win; ``agent_options`` are NAME=VALUE for the agent.
 
-    Raises HarnessError where commands of a model's, or of a task that was downloaded, would run on this host unguarded,
-    and where ``tasks`` is neither a folder nor a dataset's name.
+    Raises HarnessError where commands of a model's, or of a task that was downloaded, would run on this host unguarded
+    or get its variables unasked, and where ``tasks`` is neither a folder with tasks nor a dataset's name.
     """
     chosen = _tasks(tasks)
+    _check_more(more, chosen[0] == "--path", environment == "hostdir")
     if environment == "hostdir" and chosen[0] == "--dataset":
         raise HarnessError(
             f"--environment hostdir is no sandbox, and {tasks} is a dataset: its tests would run on this host; use "
@@ -72,8 +84,12 @@ def arguments_of(
             f"--environment hostdir is no sandbox, and {agent} runs what the model writes: use bwrap or docker "
             f"(if you mean it: --environment {ENVIRONMENTS['hostdir']})"
         )
+    if environment == "bwrap" and agent == "terminus-2" and shutil.which("tmux") is None:
+        raise HarnessError("terminus-2 needs tmux, and bwrap has the programs of this host: apt-get install tmux")
     given = ["run", *chosen, "--env", ENVIRONMENTS.get(environment, environment), *_agent(agent, service)]
     for option in agent_options:
+        if "=" not in option:
+            raise HarnessError(f"--option {option}: expected NAME=VALUE")
         given += ["--ak", option]
     plugin = {"url": service.url, "key_file": str(service.key_file)}
     given += ["--plugin", "reef", *_pairs("--pk", plugin)]
@@ -90,15 +106,10 @@ def variables_of(service: Service, environ: Mapping[str, str]) -> dict[str, str]
     return {**quiet, **environ, _KEY: service.key or "none"}
 
 
-def run(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run Harbor as a process of its own, which a Ctrl-C reaches too; its exit status."""
+def run(arguments: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Become Harbor: a Ctrl-C or a kill reaches it, which ends its trials in order, and its exit status is ours."""
     print(f"$ {shlex.join(['harbor', *arguments])}", flush=True)
-    process = subprocess.Popen([sys.executable, "-c", _HARBOR, *arguments], env=dict(variables))
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue  # Harbor has it too, and ends its trials in order
+    os.execve(sys.executable, [sys.executable, "-c", _HARBOR, *arguments], dict(variables))
 
 
 def variables_now(service: Service) -> dict[str, str]:
@@ -109,6 +120,8 @@ def variables_now(service: Service) -> dict[str, str]:
 def _tasks(tasks: str) -> list[str]:
     """A folder of this machine (a task, or a folder of tasks), else a dataset of Harbor's registry."""
     if Path(tasks).is_dir():
+        if not any((folder / "task.toml").is_file() for folder in (Path(tasks), *Path(tasks).iterdir())):
+            raise HarnessError(f"{tasks} has no task: expected a folder with a task.toml, or a folder of such folders")
         return ["--path", tasks]
     if Path(tasks).exists():
         raise HarnessError(f"{tasks} is a file: expected the folder of a task, or one of tasks")
@@ -116,6 +129,26 @@ def _tasks(tasks: str) -> list[str]:
     if mistyped or not _DATASET.fullmatch(tasks):
         raise HarnessError(f"no such folder: {tasks} (a dataset is written NAME@VERSION or ORGANISATION/NAME)")
     return ["--dataset", tasks]
+
+
+def _check_more(more: Sequence[str], folder: bool, hostdir: bool) -> None:
+    """Refuse what would have other tasks run than the folder whose owner is trusted, or others than hostdir is for."""
+    said = [_option(word) for word in more]
+    if folder and (found := _CHOOSE_TASKS.intersection(said)):
+        raise HarnessError(f"{', '.join(sorted(found))} cannot be said behind --: TASKS says which tasks are run")
+    if hostdir and (found := _CHOOSE_WHO_RUNS.intersection(said)):
+        raise HarnessError(
+            f"{', '.join(sorted(found))} cannot be said behind -- with --environment hostdir, which is no sandbox: "
+            f"say --agent before it (if you mean it: --environment {ENVIRONMENTS['hostdir']})"
+        )
+
+
+def _option(word: str) -> str:
+    """The option that a word is, as Harbor reads it: --agent=x is --agent, and -ax and -qax are -a."""
+    if word.startswith("--"):
+        return word.partition("=")[0]
+    short = word[1:].lstrip(_FLAGS)[:1]
+    return f"-{short}" if word.startswith("-") else ""
 
 
 def _agent(agent: str, service: Service) -> list[str]:

@@ -6,6 +6,7 @@ this side. So the gold answer is read here, from ``task.toml`` or from a file in
 environment while the agent works.
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Set
@@ -17,6 +18,7 @@ from reef_harness.graders import Grader
 from reef_harness.graders.named import grader_of
 
 GOLD_FILE = "tests/gold.txt"
+_MAX_BYTES = 1_000_000  # of a file of a task's: more is a mistake
 # What a task may name, and the options it may set. A task may be anyone's: nothing here imports, reads a file, asks a
 # server, takes a key, or says how long or how well enclosed something runs.
 _OPEN_TO_TASKS: Mapping[str, Set[str]] = {
@@ -47,12 +49,13 @@ class TaskSays:
 def read_task(folder: Path) -> TaskSays:
     """Read ``[metadata] gold`` and ``grader`` of ``task.toml``, and ``tests/gold.txt`` where there is no such gold.
 
-    Raises BadTask where one of them is there and cannot be read, or is empty.
+    Raises BadTask where one of them is there and cannot be read, is empty, of a megabyte or more, or a link to what is
+    not in the folder.
     """
     path = folder / "task.toml"
     try:
-        config = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        config = tomllib.loads(_read(folder, path))
+    except tomllib.TOMLDecodeError as error:
         raise BadTask(f"cannot read {path}: {error}") from error
     metadata = config.get("metadata", {})
     name = str(config.get("task", {}).get("name", folder.name))
@@ -94,12 +97,24 @@ def _text(path: Path, field: str, value: object) -> str | None:
 
 def _gold_file(folder: Path) -> str | None:
     path = folder / GOLD_FILE
-    try:
-        gold = path.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadTask(f"cannot read {path}: {error}") from error
+    gold = _read(folder, path).strip()
     if not gold:
         raise BadTask(f"{path} is empty: it must hold the right answer")
     return gold
+
+
+def _read(folder: Path, path: Path) -> str:
+    """The text of a file in a task's folder. The task may be anyone's, and what is read here goes to a service."""
+    try:
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(folder.resolve()):
+            raise BadTask(f"{path} is a link out of the task's folder, to {real}: it is not read")
+        if not real.is_file():
+            raise BadTask(f"cannot read {path}: it is no file")
+        if (size := real.stat().st_size) >= _MAX_BYTES:
+            raise BadTask(f"{path} has {size:,} bytes, expected less than {_MAX_BYTES:,}")
+        return real.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+        raise BadTask(f"cannot read {path}: {error}") from error

@@ -7,11 +7,12 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
@@ -38,6 +39,7 @@ _ETC = (
 )
 _CAPABILITIES = "chown,dac_override,fowner,fsetid,kill,setgid,setuid,net_bind_service"  # of containers: no sys_admin
 _PROC = ("sys", "sysrq-trigger", "irq", "bus")  # the machine's switches: root may write them without any capability
+_APART = ("--proc", "/proc", "--dev", "/dev", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
 _UP = ".reef-harbor-up"
 _UP_TRIES = 600  # of 50 ms
 
@@ -69,6 +71,10 @@ class BwrapEnvironment(HostDirEnvironment):
         missing = [tool for tool in ("bwrap", "nsenter", "setpriv") if shutil.which(tool) is None]
         if missing:
             raise SystemExit(f"BwrapEnvironment needs {', '.join(missing)}: apt-get install bubblewrap util-linux")
+        tried = subprocess.run(["bwrap", "--ro-bind", "/", "/", *_APART, "true"], capture_output=True, text=True)
+        if tried.returncode:
+            why = f"{tried.stderr.strip()} (in a container it lacks CAP_SYS_ADMIN)"
+            raise SystemExit(f"BwrapEnvironment cannot make namespaces here: {why}")
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
@@ -98,19 +104,25 @@ class BwrapEnvironment(HostDirEnvironment):
         with os.fdopen(reading) as info:
             told = await asyncio.to_thread(info.read)
         if not told:
-            said = await self._init.stderr.read() if self._init.stderr else b""
-            raise RuntimeError(f"bwrap did not start: {said.decode(errors='replace').strip()}")
+            await self._fail(self._init)
         self._pid = int(json.loads(told)["child-pid"])
-        await self._wait_until_up()
+        await self._wait_until_up(self._init)
         await self._furnish()
 
-    async def _wait_until_up(self) -> None:
+    async def _fail(self, init: asyncio.subprocess.Process) -> NoReturn:
+        """Raise what an init that has ended said."""
+        _, said = await init.communicate()
+        raise RuntimeError(f"bwrap did not start: {said.decode(errors='replace').strip()}")
+
+    async def _wait_until_up(self, init: asyncio.subprocess.Process) -> None:
         """Wait for the file that the payload makes first. Who joined before would be on the host's root still."""
         up = self._host(f"/{_UP}")
         for _ in range(_UP_TRIES):
             if up.exists():
                 up.unlink()
                 return
+            if init.returncode is not None:
+                await self._fail(init)
             await asyncio.sleep(0.05)
         raise RuntimeError(f"the bwrap environment was not up after {_UP_TRIES * 0.05:.0f} s")
 
@@ -124,7 +136,7 @@ class BwrapEnvironment(HostDirEnvironment):
 
     def _bwrap(self) -> list[str]:
         argv = ["bwrap", "--die-with-parent", "--bind", str(self._root), "/", "--ro-bind", "/usr", "/usr"]
-        argv += ["--proc", "/proc", "--dev", "/dev", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+        argv += _APART
         for name in _PROC:
             argv += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
         argv += ["--unshare-net"] if self._offline else []

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -16,6 +17,7 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 
 _FOLDERS = ("app", "installed-agent", "logs", "root", "runtime", "solution", "tests", "tmp", "workspace")  # of a task
+_END_TRIES = 600  # of 50 ms
 _SCRIPTS = frozenset({".sh", ".py"})
 _MARK = "REEF_HARBOR_ENVIRONMENT"  # set for every process that is started here, and so for all of their descendants
 
@@ -39,6 +41,9 @@ class HostDirEnvironment(BaseEnvironment):
         super().preflight(kwargs)
         if not sys.platform.startswith("linux"):
             raise SystemExit(f"{cls.__name__} needs Linux, this is {sys.platform}: use --environment docker")
+        folder = tempfile.gettempdir()
+        if shlex.quote(folder) != folder:  # it gets into commands as it is
+            raise SystemExit(f"{cls.__name__} needs a TMPDIR without spaces and the like, this is {folder!r}")
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
@@ -61,10 +66,19 @@ class HostDirEnvironment(BaseEnvironment):
             _end_group(process)
         if self._root is None:
             return
-        _end_marked(self._root)
+        await self._end_marked(self._root)
         if delete:
             await asyncio.to_thread(shutil.rmtree, self._root.parent, ignore_errors=True)
             self._root = None
+
+    async def _end_marked(self, root: Path) -> None:
+        """End what commands left running (a tmux server, say). It takes a moment, and some may just have forked."""
+        for _ in range(_END_TRIES):
+            left = _kill_marked(root)
+            if not left:
+                return
+            await asyncio.sleep(0.05)
+        self.logger.warning("%d processes that were started in %s do not end", left, root)
 
     def _make_root(self) -> None:
         # In a folder that only its user may enter: a set-uid file made inside makes nobody else of this host root.
@@ -116,7 +130,8 @@ class HostDirEnvironment(BaseEnvironment):
     def _localise(self, path: Path) -> None:
         """Rewrite a script's paths as those of commands are."""
         if path.suffix in _SCRIPTS and path.is_file() and not path.is_symlink():
-            path.write_text(self._here(path.read_text(encoding="utf-8")), encoding="utf-8")
+            text = path.read_text(encoding="utf-8", errors="surrogateescape")  # some are in Latin-1
+            path.write_text(self._here(text), encoding="utf-8", errors="surrogateescape")
 
     def _here(self, text: str) -> str:
         """A command in which absolute paths into the task's folders lead into ours."""
@@ -193,10 +208,13 @@ def _end_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end_marked(root: Path) -> None:
-    """Kill what commands left running (a tmux server, say): the processes that have our mark, by its unique folder."""
+def _kill_marked(root: Path) -> int:
+    """Kill the processes that have our mark, by its unique folder; how many there were."""
     mark = f"{_MARK}={root}".encode()
+    found = 0
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
             if mark in environ.read_bytes().split(b"\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)
+                found += 1
+    return found

@@ -47,6 +47,9 @@ else
     ask=$'\n\nPut the final answer in \\boxed{}.' at_least=0.5 in_flight=64 what='our held-out items'
     [[ $train && $held_out ]] || { echo 'run.sh: --train FILE and --held-out FILE, or --cpu' >&2; exit 2; }
 fi
+for file in "$train" "$held_out"; do
+    [[ ! $file || -r $file ]] || { echo "run.sh: cannot read $file" >&2; exit 2; }
+done
 mkdir -p "$out"
 step() { printf '\n== %s\n' "$*"; }
 of() { printf '%s, sha256 %s' "$(basename "$1")" "$(sha256sum "$1" | cut -c1-12)"; }
@@ -71,8 +74,10 @@ if [[ ! $url ]]; then
     run_dir=$out/run key_file=$out/run/api-key
     started=$(mktemp)
     (umask 077 && : > "$out/serve.log") # the service prints its key when it makes one
+    set -m # a process group of its own: a Ctrl-C beside the INT of stop() would be its second, "stop at once"
     "$python" -m reef serve -c "$config" --reef.run-dir "$run_dir" --reef.port 0 >> "$out/serve.log" 2>&1 &
     service=$!
+    set +m
     stop() { rm -f "$started"; kill -INT $service 2> /dev/null && wait $service || true; }
     trap stop EXIT
     trap 'exit 130' INT TERM
