@@ -14,7 +14,7 @@ BOUND_S = 20  # of this process's time: what grows faster than its input takes m
 def grade(text: str, gold: str, finish_reason: str = "stop") -> tuple[str, str]:
     verdict = BoxedGrader().grade(text, gold, finish_reason)
     assert (verdict.score is None) == (verdict.outcome == "review")
-    assert (verdict.grader, verdict.version) == ("boxed", "2")
+    assert (verdict.grader, verdict.version) == ("boxed", "3")
     return verdict.outcome, verdict.reason_code
 
 
@@ -214,6 +214,43 @@ def test_roots_of_long_numbers_cost_little(answer: str) -> None:
         ("\\frac{1}{2}", "\\textbf{\\frac{1}{2}}"),
         ("1/2", "2^-1"),
         ("0.5", "2^-1"),
+        # thousands beside a name, a unit or words, and between elements
+        ("1000", "\\$1,000"),
+        ("\\$12,500", "12500"),
+        ("1000", "1,000\\text{ m}"),
+        ("1234", "\\approx 1,234"),
+        ("10000", "10'000"),
+        ("1000, 2000", "1,000, 2,000"),
+        ("1.5", "1,5"),
+        # matrices and functions
+        ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix} 1&2 \\\\ 6/2&4 \\end{pmatrix}"),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"),
+        ("\\frac{\\pi}{4}", "\\operatorname{arctan}(1)"),
+        ("\\sqrt{2}", "sqrt(2)"),
+        ("2\\sqrt{3}", "2*sqrt(3)"),
+        ("\\frac{\\pi^2}{6}", "\\zeta(2)"),
+        ("12", "\\operatorname{lcm}(4,6)"),
+        ("252", "C(10,5)"),
+        # lists whose elements are several
+        ("-1,0,1", "0, \\pm 1"),
+        ("-2,1,3", "-2, 1 \\text{ and } 3"),
+        ("1,2,3,4,5", "1,2,\\dots,5"),
+        ("(0,1),(0,-1)", "(0,\\pm 1)"),
+        ("1\\text{ and }2", "2\\text{ and }1"),
+        ("2", "\\{2\\}"),
+        ("\\{2\\}", "2"),
+        ("(0,1)", "]0,1["),
+        # decimals that repeat, fractions, ratios, capitals
+        ("\\frac13", "0.\\bar{3}"),
+        ("\\frac13", "0.\\dot3"),
+        ("\\frac13", "0.(3)"),
+        ("\\frac13", "0.3(3)"),
+        ("\\frac13", "0.333..."),
+        ("\\frac12", "{1 \\over 2}"),
+        ("\\frac34", "3:4"),
+        ("3:4", "6:8"),
+        ("1:2:3", "2:4:6"),
+        ("yes", "Yes"),
     ],
 )
 def test_what_is_right_in_other_words_is_reviewed_and_never_scored_as_wrong(gold: str, answer: str) -> None:
@@ -222,10 +259,67 @@ def test_what_is_right_in_other_words_is_reviewed_and_never_scored_as_wrong(gold
 
 @pytest.mark.parametrize(
     ("gold", "answer"),
-    [("5", "\\approx 6"), ("5", "6 cm"), ("5", "5x"), ("1,2", "3"), ("8", "\\mathbf 9"), ("12 cm", "13")],
+    [
+        ("5", "\\approx 6"),
+        ("5", "6 cm"),
+        ("5", "5x"),
+        ("1,2", "3"),
+        ("8", "\\mathbf 9"),
+        ("12 cm", "13"),
+        ("123", "0,123"),
+        ("1000", "01,000"),
+        ("1234", "x=1,235"),
+        ("1234", "\\approx 1,235"),
+        ("5", "1, 234"),
+        ("1000, 2001", "1,000, 2,000"),
+        ("-1,0,1", "0, 1"),
+        ("2", "\\{3\\}"),
+        ("\\frac34", "3:5"),
+        ("e^2", "\\mathrm{e}^3"),
+        ("yes", "No"),
+        ("A", "a"),
+    ],
 )
 def test_another_number_is_wrong_whatever_stands_beside_it(gold: str, answer: str) -> None:
     assert boxed(answer, gold) == ("incorrect", "different")
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("\\$1000", "\\$1,000"),
+        ("1234", "x=1,234"),
+        ("1 234", "1,234"),
+        ("(1,234)", "(1, 234)"),
+        ("1234", "1\\ 234"),
+        ("e^2", "\\mathrm{e}^2"),
+        ("\\mathrm{e}^2", "e^2"),
+        ("2\\pi e", "2\\pi\\mathrm{e}"),
+        ("x+1", "\\mathbf{x}+1"),
+        ("\\frac12", "\\nicefrac{1}{2}"),
+        ("\\frac12", "\\sfrac{1}{2}"),
+        ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}"),
+    ],
+)
+def test_what_is_only_written_otherwise_is_correct(gold: str, answer: str) -> None:
+    assert boxed(answer, gold)[0] == "correct"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("1234", "1, 234"),
+        ("1234567", "1, 234, 567"),
+        ("1234", "x = 1, 234"),
+        ("12345", "12,\\ 345"),
+        ("1234", "1 \\quad 234"),
+        ("1,234", "1, 234"),
+        ("1, 234", "1234"),
+    ],
+)
+def test_blanks_between_what_may_be_elements_or_thousands_are_reviewed(gold: str, answer: str) -> None:
+    assert boxed(answer, gold) == ("review", "ambiguous")
+    assert boxed(gold, gold)[0] == "correct"
 
 
 def test_no_two_letters_have_the_same_value() -> None:
@@ -252,6 +346,10 @@ def test_sets_within_sets_cost_no_more_than_their_depth() -> None:
     assert time.process_time() - begun < BOUND_S
 
 
+def test_empty_elements_vote_at_once() -> None:
+    assert BoxedGrader().read("\\boxed{,1,}") == ",,1,,"  # an empty element is a comma
+
+
 def test_words_of_another_alphabet_are_compared_as_text() -> None:
     assert boxed("\\text{Poincaré}", "Poincaré") == ("correct", "same_text")
     assert boxed("Pоincaré", "Poincaré") == ("incorrect", "different")  # the o is Cyrillic
@@ -268,7 +366,12 @@ def test_answers_that_are_the_same_number_vote_together() -> None:
     assert read("\\boxed{0.5}") == read("\\boxed{\\frac{1}{2}}") == "1/2"
     assert read("\\boxed{\\sqrt{8}}") == read("\\boxed{2\\sqrt{2}}") == "2.82842712475"
     assert read("\\boxed{1,000}") == read("\\boxed{10^{3}}") == "1000"
+    assert read("\\boxed{1, 234}") == "1,234"  # a list
     assert read("\\boxed{ x+1 }") == "x+1"
+    assert read("\\boxed{x=5}") == read("\\boxed{5.0}") == "5"
+    assert read("\\boxed{\\{2, 0.5\\}}") == read("\\boxed{\\{\\frac12,2\\}}") == "\\{1/2,2\\}"
+    assert read("\\boxed{(2, 1)}") == "(2,1)"
+    assert read("\\boxed{+\\infty}") == read("\\boxed{\\infty}") != read("\\boxed{-\\infty}")
     assert read("5") is None
     assert read("\\boxed{}") is None
     assert read("\\boxed{2^{15000}}") == read("\\boxed{4^{7500}}") == f"{2**15000:#x}/0x1"  # beyond 4,300 digits

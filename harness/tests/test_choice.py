@@ -27,9 +27,10 @@ def test_each_documented_form_is_read(text: str) -> None:
     ("text", "reason"),
     [
         ("", "no_choice"),
-        ("I would say B", "no_choice"),
+        ("I would say so", "no_choice"),
+        ("It is easy to see.\nI would say B", "no_choice"),
         ("the answer is a mess", "no_choice"),
-        ("the answer is not B", "no_choice"),
+        ("the answer is not easy", "no_choice"),
         ("The answer is Banana", "no_choice"),
         ("b", "no_choice"),
         ("Answer: A. No, answer: B", "several_choices"),
@@ -49,7 +50,9 @@ def test_each_documented_form_is_read(text: str) -> None:
         ("Answer: B|A|C|D", "several_choices"),
         ("Answer: (B) (A) (C)", "several_choices"),
         ("Answer: B\nA", "several_choices"),
-        ("The answer is B bit tricky: it is C", "several_choices"),
+        ("B or A", "several_choices"),
+        ("Answer: F or B", "several_choices"),
+        ("Answer: I do not know", "not_a_choice"),
         ("The answer is B\u0301", "not_a_choice"),
         ("\\boxed {A} then \\boxed{B}", "several_choices"),
         ("\\boxed{\\textit{A}} so \\boxed{B}", "several_choices"),
@@ -67,11 +70,49 @@ def test_an_answer_that_names_none_or_several_is_malformed(text: str, reason: st
     assert grade(text) == ("incorrect", reason)
 
 
-@pytest.mark.parametrize("text", ["Answer: B, since 2+2=4", "Answer: B) Paris", "the answer is B because it fits"])
-def test_a_letter_with_words_behind_it_is_for_a_person(text: str) -> None:
-    assert grade(text) == ("review", "text_after_choice")
+@pytest.mark.parametrize(
+    "text", ["Answer: B, since 2+2=4", "Answer: B) Paris", "the answer is B because it fits", "Answer: option B"]
+)
+def test_a_letter_with_words_beside_it_is_for_a_person(text: str) -> None:
+    assert grade(text) == ("review", "text_beside")
     assert grade(f"{text}\n\\boxed{{B}}") == ("correct", "equal")  # said once more, and clearly
     assert grade(f"{text}\n\\boxed{{C}}") == ("incorrect", "several_choices")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: B, since A is false",
+        "Answer: Not A, because 2+2=4, so B",
+        "Answer: A is wrong, it must be B",
+        "Answer: B. A triangle has three sides",
+        "The answer is B bit tricky: it is A",
+        "\\boxed{\\text{B, not A}}",
+        "<final>B rather than A</final>",
+        "B, since A is false",
+        "Not A, because 2+2=4, so B",
+        "The answer is not A, it is B",
+        "We look at all of them.\nThe answer is not A but B\nbecause 2+2=4.",
+    ],
+)
+def test_where_prose_names_several_a_person_looks_unless_another_place_says_which(text: str) -> None:
+    for gold in "ABC":
+        assert grade(text, gold) == ("review", "several_in_prose")
+    assert ChoiceGrader().read(text) is None
+    if text.startswith(("Answer:", "The answer is B")):
+        assert grade(f"{text}\n<final>B</final>") == ("correct", "equal")
+        assert grade(f"{text}\n<final>C</final>", "C") == ("incorrect", "several_choices")
+
+
+@pytest.mark.parametrize("text", ["I would say B", "the answer is not B"])
+def test_a_short_answer_in_words_is_for_a_person(text: str) -> None:
+    assert grade(text) == ("review", "text_beside")
+
+
+def test_two_marks_on_a_line_are_two_places() -> None:
+    assert grade("Answer: the answer is B") == ("correct", "equal")
+    assert grade("Answer: B, so the answer is: B") == ("correct", "equal")
+    assert grade("Answer: A, no, the answer is: B") == ("incorrect", "several_choices")
 
 
 def test_another_letter_is_wrong_but_well_formed() -> None:
@@ -140,7 +181,7 @@ def test_a_final_field_may_be_compared_as_text_or_as_latex() -> None:
     assert {FinalGrader().version, FinalGrader("text").version, FinalGrader("latex").version} == {
         "1",
         "1-text",
-        "2-latex",
+        "3-latex",
     }
 
 

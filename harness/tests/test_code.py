@@ -27,7 +27,7 @@ SUM = json.dumps(
     }
 )
 RIGHT = "a, b = map(int, input().split())\nprint(a + b)\n"
-LIMITS = Limits(wall_s=6, cpu_s=1, memory_mib=256)
+LIMITS = Limits(wall_s=60, cpu_s=1, memory_mib=256)
 
 
 @pytest.fixture(scope="module", params=["namespaces", "process"])
@@ -54,9 +54,10 @@ def no_leftovers() -> Iterator[None]:
     """Every directory is gone, and every process: each has the runner's file in its command."""
     yield
     assert not [path for path in Path(tempfile.gettempdir()).glob("reef-code-*") if path.stat().st_uid == os.getuid()]
-    time.sleep(0.05)
-    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "/runner.py {" not in running
+    deadline = time.monotonic() + 60
+    while "/runner.py {" in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def grade(grader: CodeGrader, source: str, gold: str = SUM) -> tuple[str, str, str]:
@@ -114,7 +115,7 @@ def test_a_public_failure_is_shown_and_a_hidden_one_is_not(grader: CodeGrader) -
     ],
 )
 def test_no_attack_is_worth_more_than_a_wrong_answer(grader: CodeGrader, source: str, reason: str) -> None:
-    if os.getuid() != 0 and grader.version == "1-process":
+    if os.getuid() != 0 and grader.version == "2-process":
         pytest.skip("as one's own user and without namespaces, code can end this very process")
     outcome, found, _ = grade(grader, source)
     assert (outcome, found) == ("incorrect", reason)
@@ -193,6 +194,17 @@ ADD = json.dumps(
             "incorrect",
             "wrong_output",
         ),
+        (
+            "import pickle\nclass P: pass\ndef add(a, b): return a + b if pickle.loads(pickle.dumps(P())) else 0",
+            "correct",
+            "all_passed",
+        ),
+        (
+            "from __future__ import annotations\nfrom dataclasses import dataclass\ndef add(a, b):\n"
+            "    @dataclass\n    class P:\n        x: int\n    return P(a + b).x",
+            "correct",
+            "all_passed",
+        ),
         ("def add(a, b): return float('nan')", "incorrect", "crashed"),
         ("def add(a, b): return {1, 2}", "incorrect", "crashed"),
         ("def add(a, b): import os; os._exit(0)", "incorrect", "no_result"),
@@ -236,6 +248,27 @@ def test_the_answer_is_one_block_of_code(grader: CodeGrader, text: str, reason: 
 def test_bare_code_and_a_block_beside_another_language_are_read(isolated: CodeGrader) -> None:
     assert isolated.grade(RIGHT, SUM, "stop").correct
     assert isolated.grade(f"```bash\nls\n```\n```\n{RIGHT}```", SUM, "stop").correct
+    documented = f'def doc():\n  """\n  ```\n  1 2\n  ```\n    ```python\n    1 2\n    ```\n  """\n{RIGHT}'
+    assert isolated.grade(documented, SUM, "stop").correct
+    assert isolated.grade(f"```python\n{documented}```", SUM, "stop").correct
+
+
+@pytest.mark.parametrize("indent", ["", "   ", "    ", "\t"])
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("```python", "```"),
+        ("```python title=sum.py", "```"),
+        ("```py3", "```"),
+        ("~~~py", "~~~"),
+        ("````Python 3", "````"),
+    ],
+)
+def test_a_block_is_read_however_it_is_fenced(isolated: CodeGrader, opening: str, closing: str, indent: str) -> None:
+    lines = ["def main():", "    a, b = map(int, input().split())", "    print(a + b)", "main()"]
+    block = "\n".join(indent + line for line in [opening, *lines, closing])
+    verdict = isolated.grade(f"10. So:\n\n{block}\n", SUM, "stop")
+    assert (verdict.outcome, verdict.reason_code) == ("correct", "all_passed"), verdict.detail
 
 
 @pytest.mark.parametrize(

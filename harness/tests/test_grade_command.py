@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,10 @@ def test_a_name_gives_its_grader_with_its_options(tmp_path: Path, monkeypatch: p
     assert isinstance(grader_of("final"), FinalGrader)
     assert isinstance(grader_of("boxed"), BoxedGrader)
     assert isinstance(grader_of("choice:options=ABCDEFGHIJ"), ChoiceGrader)
-    assert grader_of("final:comparing=latex").version == "2-latex"
+    assert grader_of("final:comparing=latex").version == "3-latex"
     number = grader_of("number:where=last,tolerance=0.001")
     assert isinstance(number, NumberGrader)
-    assert number.version == "2-last-1/1000"
+    assert number.version == "3-last-1/1000"
     (tmp_path / "rubric.md").write_text("Be fair.")
     monkeypatch.setenv("REEF_JUDGE_KEY", "sk-secret")
     judge = grader_of(f"judge:http://127.0.0.1:9/v1,model=m,rubric={tmp_path / 'rubric.md'},threshold=0.7")
@@ -44,6 +45,13 @@ def test_a_dotted_path_gives_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.syspath_prepend(tmp_path)
     assert isinstance(grader_of("my_graders:Mine"), FinalGrader)
     assert grader_of("my_graders:ready").version == "1-text"
+
+
+def test_ones_own_is_found_in_the_current_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "graders_right_here.py").write_text("from reef_harness.graders import FinalGrader as Mine\n")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(grader_of("graders_right_here:Mine"), FinalGrader)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_one_text_is_graded(
     assert (status, err) == (0, "")
     assert verdicts == [
         {"id": "1", "outcome": "correct", "score": 1.0, "reason_code": "same_value", "format_valid": True,
-         "grader": "boxed", "version": "2", "detail": "read '0.5'"}
+         "grader": "boxed", "version": "3", "detail": "read '0.5'"}
     ]  # fmt: skip
     (tmp_path / "answer").write_text("\\boxed{0.6}")
     assert run(capsys, monkeypatch, "", *options, str(tmp_path / "answer"))[1][0]["outcome"] == "incorrect"
@@ -111,12 +119,32 @@ def test_a_bad_row_is_named_and_the_others_go_on(
     assert status == 1
     assert [(v["id"], v["outcome"], v["score"], v["reason_code"]) for v in verdicts] == [
         ("a", "correct", 1.0, "equal"),
+        ("3", "error", None, "no_gold"),
         ("7", "error", None, "bad_gold"),
         ("8", "error", None, "no_gold"),
         ("9", "incorrect", 0.0, "unfinished"),
     ]
-    assert [line.split(":")[0] for line in err.splitlines()] == ["line 2", "line 3", "line 5", "line 6"]
-    assert "expected an object with text and gold" in err
+    assert [line.split(":")[0] for line in err.splitlines()] == ["line 2", "line 5", "line 6"]
+
+
+def test_no_rows_are_refused_and_an_empty_text_is_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, verdicts, err = run(capsys, monkeypatch, " \n", "--grader", "final")
+    assert (status, verdicts) == (1, [])
+    assert "standard input has no rows" in err
+    status, verdicts, _ = run(capsys, monkeypatch, "", "--grader", "final", "--gold", "12")
+    assert (status, [each["reason_code"] for each in verdicts]) == (0, ["no_final"])
+
+
+def test_a_byte_order_mark_is_no_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = '{"text": "<final>12</final>", "gold": "12"}\n'
+    (tmp_path / "rows.jsonl").write_text(row, encoding="utf-8-sig")
+    for stdin, named in (("\ufeff" + row, []), ("", [str(tmp_path / "rows.jsonl")])):
+        status, verdicts, err = run(capsys, monkeypatch, stdin, "--grader", "final", *named)
+        assert (status, [each["outcome"] for each in verdicts], err) == (0, ["correct"], "")
 
 
 def test_an_unknown_grader_is_one_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,17 @@ def test_a_rubric_may_do_without_gold(judge: Judge) -> None:
     assert "Reference" not in judge.requests[0][1]["messages"][1]["content"]
 
 
+def test_one_judge_serves_one_loop_after_another(judge: Judge) -> None:
+    grader = JudgeGrader(judge.url, model="m", rubric="r", parallel=1)
+
+    async def three_at_once() -> list[str]:
+        verdicts = await asyncio.gather(*(grader.judge(ITEM, "It is Paris.", "stop") for _ in range(3)))
+        return [verdict.outcome for verdict in verdicts]
+
+    assert [asyncio.run(three_at_once()) for _ in range(2)] == [["correct"] * 3] * 2
+    assert len(grader._slots) == 1  # the first loop's are gone
+
+
 def test_the_version_changes_with_what_decides() -> None:
     def version(model: str = "m", rubric: str = "r", threshold: float = 0.5) -> str:
         return JudgeGrader("http://127.0.0.1:9", model=model, rubric=rubric, threshold=threshold).version

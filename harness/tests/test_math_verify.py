@@ -19,7 +19,7 @@ def grader() -> MathVerifyGrader:
 
 def boxed(grader: MathVerifyGrader, answer: str, gold: str) -> tuple[str, str]:
     verdict = grader.grade(f"\\boxed{{{answer}}}", gold, "stop")
-    assert verdict.version == "1-0.9.0"
+    assert verdict.version == "2-0.9.0"
     return verdict.outcome, verdict.reason_code
 
 
@@ -48,7 +48,7 @@ def test_what_takes_too_long_or_too_much_is_reviewed() -> None:
 
 
 def test_a_copy_that_died_is_an_error_once_and_started_again() -> None:
-    grader = MathVerifyGrader(parallel=1)
+    grader = MathVerifyGrader(parallel=1, timeout_s=60)
     server = grader._servers._free.queue[0]
     assert boxed(grader, "2", "5") == ("incorrect", "different")
     first = server._process
@@ -63,7 +63,7 @@ def test_a_copy_that_died_is_an_error_once_and_started_again() -> None:
 def test_a_script_that_does_not_start_is_told(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("raise SystemExit('no sympy here')")
     with pytest.raises(ScriptFailed, match="no sympy here"):
-        Servers(tmp_path / "broken.py", 1).ask({}, timeout_s=1, memory_mib=100)
+        Servers(tmp_path / "broken.py", 1).ask({}, timeout_s=60, memory_mib=100)
 
 
 def test_a_gold_that_it_cannot_read_and_a_text_without_a_box(grader: MathVerifyGrader) -> None:

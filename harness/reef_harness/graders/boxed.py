@@ -46,7 +46,7 @@ class BoxedGrader(Grader):
     """
 
     id = "boxed"
-    version = "2"
+    version = "3"
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer. Raises BadGold for a gold that is empty or divides by zero."""

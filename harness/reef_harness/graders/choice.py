@@ -13,15 +13,16 @@ _LOOKS = re.compile(r"\\(?:boxed|text|textrm|textbf|textit|mathrm|mathbf|mathit|
 _LETTER = re.compile(r"\(?([A-Z])(?![A-Za-z0-9'])\)?")
 _ALONE = re.compile(r"(?<![A-Za-z0-9])([A-Z])(?![A-Za-z0-9'])")
 _BARE_LINE = re.compile(r"^[ \t]{0,8}\(?([A-Z])\)?\.?[ \t]{0,8}\r?$", re.MULTILINE)
+_LIST = re.compile(r"(?:[\s,;:./|&+()]|(?i:or|and)\b|[A-Z](?![A-Za-z0-9']))+")
 _END = " \t\r\n.:)"
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The letters that a place names; none where it holds something else. ``clean``: one letter and nothing else."""
+    """The letters that a place names; none where it holds something else. ``prose``: words stand beside them."""
 
     letters: frozenset[str] = frozenset()
-    clean: bool = False
+    prose: bool = False
 
 
 class ChoiceGrader(Grader):
@@ -30,8 +31,8 @@ class ChoiceGrader(Grader):
     Read are ``<final>B</final>``, ``\\boxed{B}`` (also ``\\boxed{\\text{B}}``), "Answer: B" or "answer is (B)" up to
     the end of the line, and an answer that is nothing but "B", "(B)" or "B.". All that are there must name the same
     letter, and nothing else: an answer that says two is wrong, whichever comes last, and so is one with a place that
-    holds no letter. Where only words follow the one letter ("Answer: B, since ...") a person must look. Look-alikes of
-    other alphabets are no letters.
+    holds no letter. Where words stand beside letters ("Answer: B, since A is false", "Answer: Not A, so B"), and no
+    other place says clearly which of them, a person must look. Look-alikes of other alphabets are no letters.
     """
 
     id = "choice"
@@ -40,7 +41,7 @@ class ChoiceGrader(Grader):
         if not re.fullmatch(r"[A-Z]{2,26}", options) or len(set(options)) != len(options):
             raise ValueError(f"options must be 2 to 26 different capital letters, got {options!r}")
         self.options = options
-        self.version = "2" if options == "ABCDE" else f"2-{options}"
+        self.version = "3" if options == "ABCDE" else f"3-{options}"
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer. Raises BadGold for a gold that is none of the letters."""
@@ -51,14 +52,17 @@ class ChoiceGrader(Grader):
         places = self._places(text)
         if not places:
             return self.malformed("no_choice")
-        letters = frozenset[str]().union(*(place.letters for place in places))
-        if len(letters) > 1:
+        named = [place.letters for place in places if place.letters]
+        letters = frozenset[str]().union(*named)
+        agreed = letters.intersection(*named)
+        if (letters and not agreed) or any(len(place.letters) > 1 and not place.prose for place in places):
             return self.malformed("several_choices", f"read {' and '.join(sorted(letters))}")
-        if not all(place.letters for place in places) or not letters <= set(self.options):
+        if len(named) < len(places) or not agreed <= set(self.options):
             return self.malformed("not_a_choice")
-        letter = min(letters)
-        if not any(place.clean for place in places):
-            return self.review("text_after_choice", f"read {letter}, and more behind it")
+        if all(place.prose for place in places):
+            reason = "text_beside" if len(letters) == 1 else "several_in_prose"
+            return self.review(reason, f"read {' and '.join(sorted(letters))}, and words beside")
+        letter = min(agreed)  # one, since a place that is not prose names one
         right = letter == gold
         return self.decided(right, "equal" if right else "wrong_choice", f"read {letter}")
 
@@ -74,42 +78,48 @@ class ChoiceGrader(Grader):
         if max(text.count("<final>"), text.count("</final>")) > len(found) or text.count("\\boxed") > len(closed):
             places.append(_Place())  # one that is not closed, or holds another tag
         places += self._said(text)
-        if not places and len(text) <= 100 and "\n" not in text.strip():
-            places = [place for place in [self._place(text)] if place.clean]
-        elif places:  # a second letter below "Answer: A"
-            places += [
-                _Place(frozenset(line[1]), True) for line in _BARE_LINE.finditer(text) if line[1] in self.options
+        if places:  # a second letter below "Answer: A"
+            return places + [
+                _Place(frozenset(line[1])) for line in _BARE_LINE.finditer(text) if line[1] in self.options
             ]
-        return places
+        if len(text) <= 100 and "\n" not in text.strip():
+            places = [self._place(text)]
+        return [place for place in places or self._said(text, prose=True) if place.letters]
 
-    def _said(self, text: str) -> list[_Place]:
-        """What stands behind "answer:" and "answer is", to the end of its line."""
-        places, end = [], 0
-        for mark in _MARK.finditer(text):
-            if mark.start() < end:
-                continue  # within the line that was read
+    def _said(self, text: str, *, prose: bool = False) -> list[_Place]:
+        """What stands behind each "answer:" and "answer is", to the next one or the end of the line.
+
+        With ``prose`` also where no letter is named at once: "the answer is not A but B".
+        """
+        places, line = [], 0
+        marks = list(_MARK.finditer(text))
+        for mark, following in zip(marks, [*marks[1:], None], strict=False):
             colon, start = mark[1] or mark[2], mark.end()
+            if start > line:  # else they are on one line
+                line = text.find("\n", start)
+                line = len(text) if line < 0 else line
+            end = min(line, following.start()) if following else line
             # "the answer is not easy" is prose; behind a colon something is named
-            begins = _plain(text[start : start + 40].split("\n", 1)[0])
-            if not begins or not (colon or _LETTER.match(begins) or not begins[0].isascii()):
+            begins = _plain(text[start : min(start + 40, end)])
+            if not begins or not (prose or colon or _LETTER.match(begins) or not begins[0].isascii()):
                 continue
-            end = text.find("\n", start)
-            end = len(text) if end < 0 else end
-            places.append(self._place(text[start:end]))
+            place = self._place(text[start:end])
+            if place.letters or end == line:  # not "Answer: the answer is B"
+                places.append(place)
         return places
 
     def _place(self, content: str) -> _Place:
         plain = _plain(content)
         first = _LETTER.match(plain)
-        if not first:
-            return _Place()
-        behind = plain[first.end() :]
-        if not behind.strip(_END):
-            return _Place(frozenset(first[1]), True)
-        if not behind[0].isascii() and unicodedata.category(behind[0])[0] not in "PSZ":
+        behind = plain[first.end() :] if first else ""
+        if first and not behind.strip(_END):
+            return _Place(frozenset(first[1]))
+        if behind and not behind[0].isascii() and unicodedata.category(behind[0])[0] not in "PSZ":
             return _Place()  # an accent on the letter, or a word of another alphabet that begins with it
-        others = {letter for letter in _ALONE.findall(behind) if letter in self.options}
-        return _Place(frozenset(first[1]) | others)
+        named = frozenset(_ALONE.findall(plain))
+        if len(named) > 1 and _LIST.fullmatch(plain):
+            return _Place(named)
+        return _Place(named & set(self.options), prose=True)
 
 
 def _plain(text: str) -> str:

@@ -19,7 +19,11 @@ from reef_harness.types import Item
 
 __all__ = ["CodeGrader", "Limits"]
 
-_FENCE = re.compile(r"^```[ \t]*+([A-Za-z0-9_+-]*+)[ \t]*+\r?$", re.MULTILINE)
+# Indentation, the fence, a language and whatever else stands on its line, title=sum.py for instance.
+_FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`\n]*+$", re.MULTILINE)
+_ITEM = re.compile(r"^[ \t]*+(?:[-*+]|[0-9]++[.)])[ \t]", re.MULTILINE)  # of a list: a fence may be further in
+_DEEPEST = 3  # blanks before a fence
+_PYTHON = ("", "python", "python3", "py", "py3")
 _MAX_SOURCE = 200_000  # characters
 _SHOWN = 200  # characters of an input or output in a verdict's detail
 
@@ -63,7 +67,7 @@ class CodeGrader(Grader):
         parallel: int | None = None,
     ) -> None:
         self._sandbox = Sandbox(limits, isolation, python)
-        self.version = "1" if isolation == "namespaces" else "1-process"
+        self.version = "2" if isolation == "namespaces" else "2-process"
         self._pool = ThreadPoolExecutor(parallel or os.cpu_count() or 1, thread_name_prefix="reef-code")
 
     async def grade_later(self, item: Item, gold: str, text: str, finish_reason: str) -> Verdict:
@@ -99,20 +103,33 @@ class CodeGrader(Grader):
 
 def _blocks(text: str) -> list[str]:
     """The fenced blocks of Python; the whole text where there are no fences. A fence that is not closed is none."""
-    fences = list(_FENCE.finditer(text))
-    if not fences:
-        return [text] if text.strip() else []
-    blocks = []
-    position = 0
-    while position + 1 < len(fences):
-        opening, closing = fences[position], fences[position + 1]
-        if closing[1]:  # another opening: the first was never closed
-            position += 1
-            continue
-        if opening[1].lower() in ("", "python", "python3", "py"):
-            blocks.append(text[opening.end() + 1 : closing.start()])
-        position += 2
-    return blocks
+    item = _ITEM.search(text)
+    opening: re.Match[str] | None = None
+    blocks, fenced = [], False
+    for fence in _FENCE.finditer(text):
+        if opening and (_indent(fence) > _indent(opening) or not fence[2].startswith(opening[2])):
+            continue  # within the code, in a docstring for instance
+        if opening and not fence[3]:
+            if opening[3].lower() in _PYTHON:
+                blocks.append(_dedented(text[opening.end() + 1 : fence.start()], opening[1]))
+            opening = None
+        elif _opens(fence, item is not None and item.end() < fence.start()):
+            opening, fenced = fence, True  # one that was open before was never closed
+    return blocks if fenced or not text.strip() else [text]
+
+
+def _opens(fence: "re.Match[str]", in_list: bool) -> bool:
+    """Whether it is no part of a docstring in an answer that is only code: where it is indented, two of three signs."""
+    return not fence[1] or (_indent(fence) <= _DEEPEST) + bool(fence[3]) + in_list >= 2
+
+
+def _indent(fence: "re.Match[str]") -> int:
+    return len(fence[1].expandtabs(4))
+
+
+def _dedented(code: str, indent: str) -> str:
+    """Without the blanks that a list puts before each line."""
+    return re.sub(rf"^(?:{re.escape(indent)}| {{0,{len(indent)}}})", "", code, flags=re.MULTILINE) if indent else code
 
 
 # ---- one run's result

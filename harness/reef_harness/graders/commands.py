@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from reef_harness.errors import HarnessError
 from reef_harness.graders.base import Grader
 from reef_harness.graders.named import SPELLINGS, grader_of
 from reef_harness.types import Item
@@ -53,8 +54,12 @@ def _grade(arguments: argparse.Namespace) -> int:
     """Exit status 1 where a row could not be read, or a grader could not judge; the others are graded all the same."""
     grader = grader_of(arguments.grader)
     source = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    source = source.removeprefix("\ufeff")  # a byte order mark
     if arguments.gold is not None:
         rows: Iterator[_Row | str] = iter([_Row(Item("1", (), arguments.gold), source, arguments.finish_reason)])
+    elif not source.strip():
+        whence = "standard input" if arguments.file == "-" else arguments.file
+        raise HarnessError(f"{whence} has no rows (with --gold it would be one text)")
     else:
         rows = _rows(source, arguments.finish_reason)
     return asyncio.run(_print_verdicts(grader, rows))
@@ -86,7 +91,7 @@ def _rows(source: str, finish_reason: str) -> Iterator[_Row | str]:
 
 
 def _row(number: int, raw: object, finish_reason: str) -> _Row:
-    if not isinstance(raw, dict) or not {"text", "gold"} <= raw.keys():
+    if not isinstance(raw, dict) or "text" not in raw:
         raise ValueError("expected an object with text and gold")
     if unknown := raw.keys() - _COLUMNS:
         raise ValueError(f"expected text, gold, finish_reason, question, id; got also {', '.join(sorted(unknown))}")
@@ -97,5 +102,7 @@ def _row(number: int, raw: object, finish_reason: str) -> _Row:
     question = raw.get("question", "")
     messages = ({"role": "user", "content": question},) if question else ()
     return _Row(
-        Item(raw.get("id", str(number)), messages, raw["gold"]), raw["text"], raw.get("finish_reason", finish_reason)
+        Item(raw.get("id", str(number)), messages, raw.get("gold")),
+        raw["text"],
+        raw.get("finish_reason", finish_reason),
     )

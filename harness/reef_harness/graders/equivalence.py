@@ -52,7 +52,7 @@ def compare(gold: str, answer: str) -> Comparison:
         same = answer.strip() == gold.strip()
         return _SAME_TEXT if same else Comparison("review", "too_long", f"{len(answer)} characters")
     given = clean(answer)
-    if given == right:
+    if given == right and not _listed(gold, right, answer, given):
         return _SAME_TEXT
     if not given:
         return Comparison("different", "empty")
@@ -60,18 +60,52 @@ def compare(gold: str, answer: str) -> Comparison:
         return Comparison("different", "strange_characters", _strange(given))
     if max(len(given), len(right)) > MAX_LENGTH:
         return Comparison("review", "too_long", f"{len(given)} characters, gold has {len(right)}")
-    return _compare(right, given, 0)
+    found = _compare(right, given, 0)
+    if found.result == "equal" and _listed(gold, right, answer, given):
+        return Comparison("review", "ambiguous", "one number, or a list")
+    if found.result == "different" and _words(given) and given.casefold() == right.casefold():
+        return Comparison("review", "case_differs")
+    return found
 
 
 def canonical(answer: str) -> str | None:
     """One text for answers that are the same number or the same text, for voting; None for an empty one."""
     if len(answer) > _MAX_TEXT or not (text := clean(answer)):
         return None
+    listed = _APART.search(answer) and _one_number(text) != text
+    return text if listed or len(text) > MAX_LENGTH else _canonical(text, 0)
+
+
+def _canonical(text: str, depth: int) -> str:
+    text = _one_number(_ASSIGNED.sub("", text))
+    if text != "," and depth < MAX_NESTING and (found := _collection(text)):  # "," stands for an empty element
+        elements = [_canonical(element, depth + 1) for element in found.elements]
+        inside = ",".join(sorted(elements) if found.unordered else elements)
+        return found.opening + inside + found.closing
     try:
-        value = evaluate(ungrouped(text) if grouped(text) else text)
+        value = evaluate(text)
     except NotEvaluated:
-        return text
+        return text.removeprefix("+") if _INFINITE.fullmatch(text) else text
     return spelled(value.number) if isinstance(value.number, Fraction) else f"{value.number:.12g}"
+
+
+# Between digits a blank beside a comma, and a wide blank, part the elements of a list; without it they part thousands.
+_BLANK = r"(?:\s|~|\\[,;: ])"
+_APART = re.compile(rf"[0-9]{_BLANK}*,{_BLANK}+[0-9]|[0-9]{_BLANK}+,|\\q?quad(?![A-Za-z])")
+_THOUSANDS = re.compile(r"(?<![0-9])[1-9][0-9]{0,2}(?:[, ][0-9]{3})+(?![0-9])")
+
+
+def _listed(gold: str, right: str, answer: str, given: str) -> bool:
+    """Whether one may be a list, by its blanks, that is read as one number; ``right`` and ``given`` are clean."""
+    apart = [_APART.search(side) is not None for side in (gold, answer)]
+    if apart[0] == apart[1] or not (_THOUSANDS.search(right) or _THOUSANDS.search(given)):
+        return False
+    lists = _collection(right) is not None and _collection(given) is not None
+    return not lists or _one_number(right) != right or "quad" in gold + answer
+
+
+def _words(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z]+[A-Za-z .']+", text) is not None
 
 
 def _strange(text: str) -> str:
@@ -103,19 +137,38 @@ def _compare(gold: str, answer: str, depth: int) -> Comparison:
     if right is None and given is None:
         return _compare_single(gold, answer)
     if right is None or given is None:
-        return _compare_grouped(gold, answer, answer if given is None else gold)
-    return _compare_collections(right, given, depth)
+        return _compare_grouped(gold, answer, answer if given is None else gold, depth)
+    found = _compare_collections(right, given, depth)
+    if found.result == "different" and (_MANY.search(gold) or _MANY.search(answer)):
+        return Comparison("review", "not_evaluated", "an element may be several")
+    return found
 
 
-def _compare_grouped(gold: str, answer: str, single: str) -> Comparison:
+def _compare_grouped(gold: str, answer: str, single: str, depth: int) -> Comparison:
     """One is a list by its commas, ``single`` is not; perhaps they only separate thousands, or it says a list too."""
-    if grouped(answer):
-        return _compare_single(gold, ungrouped(answer))
-    if grouped(gold):
+    if single != gold and grouped(_ASSIGNED.sub("", gold)):
         return Comparison("review", "ambiguous", f"gold {gold} is one number, or a list")
+    if (one := _one_number(answer)) != answer or _one_number(gold) != gold:
+        return _compare_single(_one_number(gold), one)
     if _BEYOND.search(single) or _SEVERAL.search(single):
         return Comparison("review", "not_evaluated", f"{single[:80]!r} may be a list, a set or an interval")
-    return _DIFFERENT
+    for listed, other in ((gold, answer), (answer, gold)):
+        found = _collection(listed)
+        if found and len(found.elements) == 1 and _compare(found.elements[0], other, depth + 1).result != "different":
+            return Comparison("review", "delimiters_differ")
+    if _DECIMAL_COMMA.fullmatch(answer) and _compare(gold, answer.replace(",", "."), depth + 1).result == "equal":
+        return Comparison("review", "ambiguous", f"{answer} is a list, or has a decimal comma")
+    return _compare_bare(gold, answer)
+
+
+_DECIMAL_COMMA = re.compile(r"[-+]?[0-9]+,[0-9]+")
+
+
+def _one_number(text: str) -> str:
+    """Without the commas and blanks of thousands where it is one number, with a name, a currency or a unit beside."""
+    named = _ASSIGNED.sub("", text)
+    number, _ = _unit(named)
+    return text.replace(number, ungrouped(number)) if grouped(number) else text
 
 
 def _compare_collections(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
@@ -124,7 +177,7 @@ def _compare_collections(gold: _Collection, answer: _Collection, depth: int) -> 
     if gold.unordered and answer.unordered:
         return _compare_sets(gold, answer, depth)
     if len(gold.elements) != len(answer.elements):
-        return _DIFFERENT
+        return _compare_lengths(gold, answer, depth)
     if (gold.opening, gold.closing) != (answer.opening, answer.closing):
         if (
             gold.opening and answer.opening and "{" not in (gold.opening, answer.opening)
@@ -137,6 +190,19 @@ def _compare_collections(gold: _Collection, answer: _Collection, depth: int) -> 
     if found.result == "different" and not gold.opening and _matched(gold, answer, depth).result == "equal":
         return Comparison("review", "order_differs")
     return found
+
+
+def _compare_lengths(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
+    """Of other lengths: the same where the commas within one element separate thousands, ``1,000, 2,000``."""
+    texts = [",".join(side.elements) for side in (gold, answer)]
+    joined = [_THOUSANDS.sub(lambda found: ungrouped(found[0]), text) for text in texts]
+    for right, given in ((texts[0], joined[1]), (joined[0], texts[1]), (joined[0], joined[1])):
+        sides = [_split(_PIECE.findall(side)) for side in (right, given)]
+        if len(sides[0]) == len(sides[1]) and (right, given) != (texts[0], texts[1]):
+            found = [_compare(*pair, depth + 1) for pair in zip(*sides, strict=True)]
+            if _together(found).result != "different":
+                return Comparison("review", "ambiguous", "commas between elements, or between thousands")
+    return _DIFFERENT
 
 
 def _compare_sets(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
@@ -214,26 +280,34 @@ def _split(pieces: list[str]) -> tuple[str, ...]:
 
 _UNIT = re.compile(r"(?:\\?%|\^\{?\\circ\}?|\\(?:text|textrm|mathrm|mbox)\{[^{}]*\})$")
 # A list, a vector or a set in other words: words between the elements, a semicolon, a matrix, a name beside it.
-_SEVERAL = re.compile(r";|&|\\\\|\\(?:land|lor|wedge|vee|quad|text|textrm|mathrm|mbox)(?![A-Za-z])|\b(?:and|or)\b")
+_SEVERAL = re.compile(
+    r"^\]|\[$|;|&|\\\\|\\(?:land|lor|wedge|vee|quad|text|textrm|mathrm|mbox)(?![A-Za-z])|\b(?:and|or)\b"
+)
+# What stands for several elements among others.
+_MANY = re.compile(
+    r";|[0-9]:[0-9]+:|\.\.\.|\b(?:and|or)\b|\\(?:pm|mp|dots|ldots|cdots|land|lor|wedge|vee|cup|in)(?![A-Za-z])"
+)
 # What may stand beside a number without changing it: words, commands that are not computed with, what they take.
 _BESIDE = re.compile(
     r"(?:\\(?:text[a-z]*|mathrm|mbox|operatorname|color)\{[^{}0-9]*\}|\\(?!frac|sqrt|pi|cdot|times|div)[A-Za-z]+|\\[^A-Za-z]"
     r"|(?<![A-Za-z\\])[A-Za-z]{2,}|(?<= )[A-Za-z]\b)(?:\^(?:\{-?[0-9]\}|[0-9]))?|:"
 )
 _CURRENCY = re.compile(r"^\\?\$")
-_ASSIGNED = re.compile(r"^[A-Za-z]=(?!=)")
+_ASSIGNED = re.compile(r"^[A-Za-z]=(?=[^=])")
 _INFINITE = re.compile(r"([-+]?)\\infty")
 # Notation that has a value and is not computed here: an answer that holds it may be right.
 _BEYOND = re.compile(
-    r"!|_|\||=|<|>|\\(?:log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|binom|dbinom|tbinom|sum"
+    r"!|_|\||=|<|>|\.\.\.|[A-Za-z]\([^()]*,|(?<![A-Za-z\\])(?:sqrt|[A-Za-z]{3,}\()"
+    r"|\\(?:log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|binom|dbinom|tbinom|sum"
     r"|prod|int|lim|max|min|gcd|bmod|pmod|mod|lfloor|rfloor|lceil|rceil|cup|cap|infty|pm|mp|overline|dots|ldots|cdots"
+    r"|arctg|arcctg|tg|ctg|arccot|coth|sech|csch|Gamma|operatorname|bar|dot|over|atop|choose|ast|bullet|deg|det|arg|Re|Im"
     r"|le|ge|ne|in|mathbb|begin|setminus|emptyset|varnothing)(?![A-Za-z])"
 )
 
 
 def _compare_single(gold: str, answer: str) -> Comparison:
     gold, answer = _without_name(gold, answer)
-    gold, answer = (ungrouped(side) if grouped(side) else side for side in (gold, answer))
+    gold, answer = _one_number(gold), _one_number(answer)
     if gold == answer:
         return _SAME_VALUE
     (right, right_unit), (given, given_unit) = _unit(gold), _unit(answer)
@@ -325,12 +399,17 @@ def same_number(gold: Value, answer: Value) -> bool:
 # ---- formulas with letters: never equal by their values, but different by them
 
 _POINTS = ("a", "b", "c")
-_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
+# Words, not products of letters; no names of functions and environments.
+_WORD = re.compile(r"(?<![A-Za-z\\])(?<!\\begin\{)(?<!\\end\{)(?<!\\operatorname\{)(?!sqrt)[A-Za-z]{4,}(?![A-Za-z(])")
+# A function, and no product, though it may be read as one.
+_FUNCTION = re.compile(
+    r"(?<![A-Za-z\\])(?:sqrt|log|ln|exp|sin|cos|tan)|\\(?:zeta|phi|varphi|sigma|tau|mu|lambda)\([0-9]+\)"
+)
 
 
 def _compare_symbols(gold: str, answer: str) -> Comparison:
     """Formulas in other words: values at three points can tell that they differ, a person that they are the same."""
-    if _WORD.search(gold) or _WORD.search(answer):  # words, not products of letters
+    if _WORD.search(gold) or _WORD.search(answer):
         return _compare_bare(gold, answer)
     for point in _POINTS:
         letters = _Letters(point)
@@ -345,6 +424,8 @@ def _compare_symbols(gold: str, answer: str) -> Comparison:
             )
         except NotEvaluated as error:
             return Comparison("review", error.reason, str(error))
+        if not same and _FUNCTION.search(answer):
+            return Comparison("review", "not_evaluated", f"{answer[:80]!r} may be a function's value")
         if not same:
             return _compare_bare(gold, answer)
     return Comparison("review", "may_be_equal", "the same at three points")
@@ -372,11 +453,17 @@ def _compare_bare(gold: str, answer: str) -> Comparison:
         right, given = (_evaluated(ungrouped(bare) if grouped(bare) else bare) for bare in map(_bare, (gold, answer)))
         same = same_number(right, given)
     except NotEvaluated:
-        return _DIFFERENT
+        several = _MANY.search(gold) and _MANY.search(answer)
+        return Comparison("review", "not_evaluated", "both are several") if several else _DIFFERENT
     return Comparison("review", "text_beside", "the same number, and more beside it") if same else _DIFFERENT
 
 
+_RATIO = re.compile(r"(?<=[0-9]):(?=[0-9])")
+_APOSTROPHE = re.compile(r"(?<=[0-9])'(?=[0-9]{3}(?![0-9]))")
+
+
 def _bare(text: str) -> str:
+    text = _RATIO.sub("/", _APOSTROPHE.sub("", text.replace("{}", "").replace("{,}", ".")))
     return clean(_BESIDE.sub(" ", text).strip(" ."))
 
 

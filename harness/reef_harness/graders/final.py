@@ -30,7 +30,7 @@ class FinalGrader(Grader):
         if comparing not in ("integer", "text", "latex"):
             raise ValueError(f"comparing must be integer, text or latex, got {comparing!r}")
         self.comparing = comparing
-        self.version = {"integer": "1", "text": "1-text", "latex": "2-latex"}[comparing]
+        self.version = {"integer": "1", "text": "1-text", "latex": "3-latex"}[comparing]
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer; but for "latex" every verdict is correct (score 1) or incorrect (score 0).

@@ -4,8 +4,12 @@ Nothing is ever fetched: a reference to another document resolves only to the JS
 """
 
 import json
+import re
 import resource
 import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
 
 MAX_NESTING = 100
 
@@ -30,8 +34,16 @@ def check(schema_text: str, answer_text: str) -> dict[str, str]:
 
     try:
         schema = read(schema_text)
-        kind = validators.validator_for(schema, default=validators.Draft202012Validator)
+        if not isinstance(schema, dict | bool):
+            return {"result": "bad_gold", "detail": f"a schema is an object, true or false, got {schema_text:.100}"}
+        default = None if isinstance(schema, dict) and "$schema" in schema else validators.Draft202012Validator
+        kind = validators.validator_for(schema, default=default)
+        if kind is None:
+            return {"result": "bad_gold", "detail": f"a draft that is not known: {schema_text:.300}"}
         kind.check_schema(schema)
+        schema = translated(schema)
+        if isinstance(schema, dict):
+            schema.pop("$schema", None)  # where "#" is referred to, it would bring its own multipleOf back
     except (Refused, exceptions.SchemaError) as error:
         return {"result": "bad_gold", "detail": f"{error!s:.300}"}
     except Unresolvable as error:
@@ -41,16 +53,64 @@ def check(schema_text: str, answer_text: str) -> dict[str, str]:
     except Refused as error:
         return {"result": str(error.args[0])}
     try:
-        found = exceptions.best_match(kind(schema, registry=REGISTRY).iter_errors(value))
+        exact = validators.extend(kind, {"multipleOf": multiple_of})
+        found = exceptions.best_match(exact(schema, registry=REGISTRY).iter_errors(value))
     except Unresolvable as error:
         return {"result": "bad_gold", "detail": f"a reference that is not in the schema: {error!s:.300}"}
     except RecursionError:  # nesting of the value is bounded, so the schema refers to itself without an end
         return {"result": "bad_gold", "detail": "a reference that leads back to itself"}
-    except OverflowError:  # multipleOf and the like divide by floats
-        return {"result": "too_large"}
+    except re.error as error:
+        return {"result": "bad_gold", "detail": f"a pattern that cannot be read: {error!s:.300}"}
     if found is None:
         return {"result": "valid"}
     return {"result": "invalid", "detail": f"{found.json_path:.100}: {found.message:.300}"}
+
+
+def multiple_of(validator: Any, divisor: Any, value: Any, schema: Any) -> Iterator[object]:
+    """As the decimals are written: in floats 19.99 is no multiple of 0.01."""
+    from jsonschema.exceptions import ValidationError  # type: ignore[import-untyped]
+
+    if validator.is_type(value, "number") and Fraction(str(value)) % Fraction(str(divisor)):
+        yield ValidationError(f"{value!r} is not a multiple of {divisor!r}")
+
+
+_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+_DATA = frozenset({"const", "enum", "default", "examples", "required"})
+
+
+def translated(schema: Any) -> Any:
+    """The schema with its patterns as Python reads them; what only looks like a pattern stays as it is."""
+    if isinstance(schema, list):
+        return [translated(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            found[key] = pattern(value)
+        elif key in _SCHEMAS and isinstance(value, dict):
+            rename = pattern if key == "patternProperties" else str
+            found[key] = {rename(name): translated(one) for name, one in value.items()}
+        else:
+            found[key] = value if key in _DATA else translated(value)
+    return found
+
+
+_BLANKS = r"\t\n\v\f\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+_PIECE = re.compile(r"\\.|.", re.DOTALL)
+_OUTSIDE = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": f"[{_BLANKS}]", r"\S": f"[^{_BLANKS}]"}
+
+
+def pattern(text: str) -> str:
+    """An ECMA-262 pattern in Python: there $ is the very end, and \\d, \\w and \\b know ASCII only."""
+    pieces, in_class = [], False
+    for piece in _PIECE.findall(text):
+        if not in_class:
+            pieces.append(_OUTSIDE.get(piece, piece))
+        else:
+            pieces.append(_BLANKS if piece == r"\s" else piece)
+        in_class = piece != "]" if in_class else piece == "["
+    return f"(?a:{''.join(pieces)})"
 
 
 def read(text: str) -> object:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from reef_harness.graders.base import BadGold, Grader, Outcome, Verdict
-from reef_harness.keys import is_here
+from reef_harness.keys import checked_key, is_here
 from reef_harness.types import Item, Json
 
 _MAX_ANSWER = 50_000  # characters
@@ -84,10 +84,11 @@ class JudgeGrader(Grader):
         # Another rubric or model judges otherwise, so it is another version.
         told = json.dumps([model, rubric, threshold, needs_gold])
         self.version = f"1-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
-        self._key = _checked_key(key or "")
+        self._key = checked_key(key or "", "the judge's key")
         self._headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
         self._tls = ssl.create_default_context() if url.startswith("https:") else False
-        self._slots = asyncio.Semaphore(parallel)
+        self._parallel = parallel
+        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def judge(self, item: Item, text: str, finish_reason: str) -> Verdict:
         """As every grader does; items without gold are judged by the rubric alone where that is wanted."""
@@ -112,7 +113,7 @@ class JudgeGrader(Grader):
             return self.review("too_long", f"{len(text)} characters, at most {_MAX_ANSWER}")
         nonce = secrets.token_hex(16)
         try:
-            async with self._slots:
+            async with self._slots_of_this_loop():
                 reply = await self._ask(self._messages(item.question, gold, text, nonce))
             score, reason = read_reply(self._without_key(reply), nonce)
         except Unreachable as error:
@@ -123,6 +124,12 @@ class JudgeGrader(Grader):
             return self.error("judge_unreadable", self._without_key(str(error)))
         outcome: Outcome = "correct" if score >= self.threshold else "incorrect"
         return Verdict(outcome, score, "judged", True, self.id, self.version, reason)
+
+    def _slots_of_this_loop(self) -> asyncio.Semaphore:
+        """Those of the running loop: a semaphore that one ``asyncio.run`` has waited for serves no other."""
+        for ended in [loop for loop in list(self._slots) if loop.is_closed()]:
+            self._slots.pop(ended, None)
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._parallel))
 
     def _messages(self, question: str, gold: str, text: str, nonce: str) -> list[Json]:
         parts = [f"Question:\n{question}"] if question else []
@@ -172,14 +179,6 @@ def _check_url(url: str) -> None:
         raise ValueError(f"the judge's url must begin with http:// or https:// and a host, got {url!r}")
     if parts.query or parts.fragment:
         raise ValueError("the judge's url must have no query (?) and no fragment (#)")
-
-
-def _checked_key(key: str) -> str:
-    """Without white space around it, as a file's last line has. Raises ValueError, which does not tell the key."""
-    key = key.strip()
-    if not all("!" <= character <= "~" for character in key):
-        raise ValueError("the judge's key must be printable ASCII characters without blanks between them")
-    return key
 
 
 def read_reply(reply: str, nonce: str) -> tuple[float, str]:

@@ -257,12 +257,15 @@ def _floor_root(number: int, degree: int) -> int:
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+\.[0-9]+|\.[0-9]+|[0-9]+)|(\\[A-Za-z]+)|([-+*/^(){}\[\]A-Za-z]))", re.ASCII)
 _SCIENTIFIC = re.compile(r"[0-9][eE][-+]?[0-9]")
+_REPEATING = re.compile(r"\.[0-9]*\([0-9]+\)")
 _TIMES = ("*", "\\cdot", "\\times")
 
 
 def _tokens(text: str) -> list[str]:
     if _SCIENTIFIC.search(text):
         raise Ambiguous("e may be Euler's number or a power of ten: write \\times 10^{n}")
+    if _REPEATING.search(text):
+        raise Ambiguous("0.3(3) may be a product, or a decimal that repeats")
     tokens, position = [], 0
     end = len(text.rstrip())
     while position < end:

@@ -30,7 +30,7 @@ class MathVerifyGrader(Grader):
     def __init__(self, *, timeout_s: float = 10.0, memory_mib: int = 1024, parallel: int | None = None) -> None:
         need("math_verify", "math-verify")
         self.timeout_s, self.memory_mib = timeout_s, memory_mib
-        self.version = f"1-{version('math-verify')}"
+        self.version = f"2-{version('math-verify')}"
         copies = parallel or os.cpu_count() or 1
         self._servers = Servers(_SCRIPT, copies)
         self._pool = ThreadPoolExecutor(copies, thread_name_prefix="reef-math-verify")

@@ -3,9 +3,11 @@
 import importlib
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 
 from reef_harness.graders.base import Grader
 from reef_harness.graders.boxed import BoxedGrader
@@ -47,9 +49,16 @@ def _made(name: str, rest: str) -> Grader:
     return grader
 
 
+def module_of(name: str) -> ModuleType:
+    """Import a module; those in the current directory are found too, as by ``python -m``. Raises ImportError."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
 def _imported(module: str, attribute: str) -> Grader:
     try:
-        found = importlib.import_module(module)
+        found = module_of(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:

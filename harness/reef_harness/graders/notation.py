@@ -25,6 +25,8 @@ _SAME = {
     "dfrac": "\\frac",
     "tfrac": "\\frac",
     "cfrac": "\\frac",
+    "nicefrac": "\\frac",
+    "sfrac": "\\frac",
     "leq": "\\le",
     "geq": "\\ge",
     "neq": "\\ne",
@@ -40,13 +42,17 @@ _SAME = {
     **dict.fromkeys(("left", "right", "big", "bigl", "bigr", "Big", "Bigl", "Bigr", "bigg", "Bigg"), ""),
 }
 _COMMAND = re.compile(r"\\(" + "|".join(sorted(_SAME, key=len, reverse=True)) + r")(?![A-Za-z])")
-_SPACE = re.compile(r"\\[,;: ]|[ \t\r\n~]")
+_SPACE = re.compile(r"\\\\|\\[,;: ]|[ \t\r\n~]")  # the end of a line, "\\\\", and a blank after it are not "\\ "
 _SPACES = re.compile(r"(?<=(.)) +(?=(.))", re.DOTALL)
 _WHOLE_TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox|operatorname|boxed)\s?\{([^{}]*)\}")
 _SCRIPT = re.compile(r"([\^_])([0-9A-Za-z])(?![0-9.])")
 _SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])(?![0-9.])")
-_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*(?:\.[0-9]+)?")
+_GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*(?:\.[0-9]+)?")
 _BRACED_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})")
+# One letter in another type; upright ones may be units, but for the constants e and i.
+_LETTER = re.compile(
+    r"(?P<before>[A-Za-z]?)\\math(?:rm\{(?P<upright>[ei])\}|(?:bf|it|sf|normal)\{(?P<other>[A-Za-z])\})"
+)
 
 
 def clean(text: str) -> str:
@@ -54,13 +60,14 @@ def clean(text: str) -> str:
     text = unwrapped(text.translate(_UNICODE).strip())
     text = text.replace("\\!", "")
     text = _COMMAND.sub(lambda found: _SAME[found[1]], text)
-    text = _SPACE.sub(" ", text)
-    text = _BRACED_COMMA.sub(",", text)
+    text = _SPACE.sub(lambda found: found[0] if found[0] == "\\\\" else " ", text)
+    text = _BRACED_COMMA.sub(",", text).replace("{:}", ":")
     text = _SPACES.sub(_space, text.strip())
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1]
     if whole := _WHOLE_TEXT.fullmatch(text):
         text = whole[1].strip()
+    text = _LETTER.sub(_letter, text)
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     return _SCRIPT.sub(r"\1{\2}", text)
 
@@ -92,6 +99,12 @@ def spelled(number: Fraction) -> str:
     if max(number.numerator.bit_length(), number.denominator.bit_length()) < 10_000:
         return str(number)
     return f"{number.numerator:#x}/{number.denominator:#x}"
+
+
+def _letter(found: "re.Match[str]") -> str:
+    """The letter alone, kept apart from a command before it."""
+    letter = found["upright"] or found["other"]
+    return f"{found['before']} {letter}" if found["before"] else letter
 
 
 def _space(found: "re.Match[str]") -> str:

@@ -16,14 +16,15 @@ Where = Literal["final", "boxed", "last"]
 
 _MAX_DIGITS = 4_000  # of a number that must be computed with: a fraction, or one compared with a tolerance
 _MAX_EXPONENT = 4_000
-_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_UNSIGNED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+\u2212]?)(?P<number>{_UNSIGNED})(?:[eE](?P<exponent>[-+]?[0-9]{{1,18}}))?"
     r"(?:/(?P<below>[0-9]+))?(?P<percent>\\?%)?"
 )
 # In a text: a sign belongs to a number only where it cannot be a minus between two of them.
 _IN_TEXT = re.compile(
-    r"(?<![A-Za-z0-9_.,/])(?:(?<![)\]}])[-+\u2212])?[0-9.][0-9.,]*(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)*(?:\\?%)?"
+    r"(?<![0-9.,/])(?:(?<![A-Za-z0-9_)\]}])[-+\u2212])?(?=\.?[0-9])[0-9.][0-9.,]*"
+    r"(?:[eE][-+]?[0-9]+)?(?:/[0-9]+)*(?:\\?%)?"
 )
 
 
@@ -80,9 +81,9 @@ class NumberGrader(Grader):
 
     ``where`` the number stands: "final", alone in the one ``<final>`` field that ends the text; "boxed", alone in the
     last ``\\boxed{}``; "last", the last number of the text, where it stands alone: a part of a power or a root is
-    none, and where its sign or a letter beside it leaves a doubt, an answer that may be right is for a person.
-    ``tolerance`` is relative to gold and exact (as ``Fraction("0.001")``); 0 by default: nothing is rounded. A
-    percentage equals a percentage only.
+    none, one with a doubtful sign is for a person where it may be right, and one that belongs to something else (12m,
+    x12, 12!) always is. ``tolerance`` is relative to gold and exact (as ``Fraction("0.001")``); 0 by default: nothing
+    is rounded. A percentage equals a percentage only; 50% for 50 or 0.5, or the reverse, is for a person.
     """
 
     id = "number"
@@ -93,7 +94,7 @@ class NumberGrader(Grader):
         if not 0 <= tolerance < 1:
             raise ValueError(f"tolerance must be a share of gold from 0 to below 1, got {tolerance}")
         self.where, self.tolerance = where, Fraction(tolerance)
-        self.version = ("2-last" if where == "last" else f"1-{where}") + (f"-{self.tolerance}" if tolerance else "")
+        self.version = ("3-last" if where == "last" else f"2-{where}") + (f"-{self.tolerance}" if tolerance else "")
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer. Raises BadGold for a gold that is not a number, or has too many digits to compute."""
@@ -112,7 +113,7 @@ class NumberGrader(Grader):
         if beside == "not_a_number":
             return self.malformed(beside, f"{found[:200]!r} is part of something else")
         verdict = self._compare(right, found)
-        if beside and (verdict.correct or self._may_be(right, found, beside)):
+        if beside == "not_alone" or (beside and (verdict.correct or self._may_be(right, found))):
             return self.review(beside, f"read {found[:200]!r}")
         return verdict
 
@@ -134,7 +135,7 @@ class NumberGrader(Grader):
             return field.content, field.fault or ""
         if self.where == "boxed":
             return last_box(text), "no_box"
-        if not text.isascii() and any(character.isdigit() and not character.isascii() for character in text):
+        if not text.isascii() and any(character.isdecimal() and not character.isascii() for character in text):
             return None, "strange_characters"
         last = _last(text)
         return (text[slice(*last)], "") if last else (None, "no_number")
@@ -143,39 +144,47 @@ class NumberGrader(Grader):
         last = _last(text)
         return fault_beside(text, *last) if last else None
 
-    def _may_be(self, gold: Number, found: str, beside: Fault) -> bool:
-        """Whether it is gold with the other sign, or the end of a gold whose thousands are apart."""
+    def _may_be(self, gold: Number, found: str) -> bool:
+        """Whether it is gold with the other sign."""
         try:
-            return self._may_be_number(gold, read_number(found), found, beside)
+            given = read_number(found)
+            return gold.percent != given.percent or self._equal(gold, replace(given, sign=-given.sign))
         except ValueError:  # NotANumber, TooManyDigits
             return False
-
-    def _may_be_number(self, gold: Number, given: Number, found: str, beside: Fault) -> bool:
-        if gold.percent != given.percent:
-            return True
-        if beside == "not_alone":
-            whole = gold.digits + "0" * gold.exponent if 0 <= gold.exponent < _MAX_EXPONENT else ""
-            return len(found) == 3 and whole.endswith(found)
-        turned = replace(given, sign=-given.sign)
-        return turned == gold or self._computed_equal(gold, turned)
 
     def _compare(self, gold: Number, found: str) -> Verdict:
         detail = f"read {found[:200]!r}"
         try:
             given = read_number(found)
             if gold.percent != given.percent:
-                return self.decided(False, "percent_differs", detail)
-            right = given == gold or self._computed_equal(gold, given)
+                return self._percent_differs(gold, given, detail)
+            right = self._equal(gold, given)
         except NotANumber:
             return self.malformed("not_a_number", detail)
         except TooManyDigits as error:
             return self.review("too_large", f"{detail}: {error}")
         return self.decided(right, "equal" if right else "wrong_value", detail)
 
+    def _percent_differs(self, gold: Number, given: Number, detail: str) -> Verdict:
+        """One of the two is a percentage: 50% may be right where gold is 50, or 0.5; other numbers are wrong."""
+        as_written, as_values = ((_plain(gold, by), _plain(given, by)) for by in (0, 2))
+        if self._equal(*as_written) or self._equal(*as_values):
+            return self.review("percent_differs", detail)
+        return self.decided(False, "percent_differs", detail)
+
+    def _equal(self, gold: Number, given: Number) -> bool:
+        return given == gold or self._computed_equal(gold, given)
+
     def _computed_equal(self, gold: Number, given: Number) -> bool:
         if gold.below == given.below == "1" and not self.tolerance:
             return False  # two decimals, told apart by their digits
         return abs(given.value - gold.value) <= self.tolerance * abs(gold.value)
+
+
+def _plain(number: Number, places: int) -> Number:
+    """Without a per cent sign: a percentage's decimal point goes ``places`` to the left."""
+    moved = places if number.percent and number.digits else 0
+    return replace(number, percent=False, exponent=number.exponent - moved)
 
 
 def _last(text: str) -> tuple[int, int] | None:

@@ -46,18 +46,22 @@ class _Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: weakref.finalize[..., _Server] | None = None
         self._said: IO[bytes] | None = None
+        self._asker = os.getpid()
 
     def ask(self, question: Json, timeout_s: float, memory_mib: int) -> Json:
-        process = self._started()
-        assert process.stdin is not None
         request = {"question": question, "timeout_s": timeout_s, "memory_bytes": memory_mib << 20}
         try:
+            process = self._started()
+            assert process.stdin is not None
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             answer = json.loads(self._line(process, timeout_s + _GRACE_S))
         except (OSError, ValueError) as error:
             said = self._end()
             raise ScriptFailed(f"{self._script.name} gave no answer: {said or error}") from error
+        except BaseException:  # an interrupt too: what is still to come must not answer the next question
+            self._end()
+            raise
         if answer.get("ended") == "time":
             raise TookTooLong(f"no answer within {timeout_s:g} s")
         if "answer" not in answer:
@@ -65,11 +69,16 @@ class _Server:
         return dict(answer["answer"])
 
     def _started(self) -> "subprocess.Popen[bytes]":
+        if self._asker != os.getpid():  # a fork of who started it: that copy answers the other
+            if self._stop is not None:
+                self._stop.detach()
+            self._process = self._stop = self._said = None
+            self._asker = os.getpid()
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _stop
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-I", "-B", str(self._script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,12 +86,13 @@ class _Server:
             env={"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for us: it ends when its standard input does
         )
-        self._stop = weakref.finalize(self, _stop, self._process, self._said)
+        self._stop = weakref.finalize(self, _stop, process, self._said)
+        self._process = process
         try:
-            self._line(self._process, _START_S)
+            self._line(process, _START_S)
         except (OSError, ValueError) as error:
             raise ScriptFailed(f"{self._script.name} did not start: {self._end() or error}") from error
-        return self._process
+        return process
 
     def _end(self) -> str:
         """Stop it, and return the end of what it said on stderr."""
