@@ -24,9 +24,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     except (HarnessError, ValueError, OSError) as error:
-        print(f"reef-harness {arguments.command}: {error}", file=sys.stderr)
+        print(f"reef-harness {arguments.command}: {error}{_given_as(arguments, error)}", file=sys.stderr)
         return 1
     return status
+
+
+def _given_as(arguments: argparse.Namespace, error: Exception) -> str:
+    """`` (given as items)`` where an error is about a file that an argument names."""
+    path = error.filename if isinstance(error, OSError) else None
+    if path is None:
+        return ""
+    given = []
+    for name, value in vars(arguments).items():
+        paths = [
+            each[-1] if isinstance(each, tuple) else each for each in (value if isinstance(value, list) else [value])
+        ]
+        given += [name] if str(path) in map(str, paths) else []
+    return f" (given as {' and '.join(given)})" if given else ""
 
 
 def _parser() -> argparse.ArgumentParser:

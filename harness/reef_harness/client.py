@@ -5,7 +5,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ _NOT_STARTED = (TooManyRequests, Unavailable)  # refused before any work: safe t
 _RELEASES_A_PAGE = 1000  # the service gives no more at once
 _LOOKED_AT = 20  # links at first for the current one: as a rule it is the newest
 _POOL_S = 10.0  # a request that has a lane has its connection: longer than that is a fault, not a queue
+_END_S = 1.0  # for the end of a stream's body behind [DONE]: it comes at once, or the connection is closed
 _GIVE_BACK_S = 30.0  # of giving an engine back after a failure: the service ends it by itself when it is idle
 _TRANSIENT = (*_NOT_STARTED, EngineFailed)  # safe to try again only where the request is idempotent
 
@@ -151,11 +152,16 @@ class Client:
             assembly = Assembly(
                 url, response.headers.get(wire.RECEIPT_HEADER), response.headers.get(wire.RELEASE_HEADER)
             )
-            async for data in event_data(response.aiter_bytes()):
+            events = event_data(response.aiter_bytes())
+            async for data in events:
                 for delta in assembly.take(data):
                     yield delta
+                if assembly.done:
+                    break  # whole, whenever the body ends
             yield assembly.completion()
+            await _read_end(events)
         except httpx.HTTPError as error:
+            self._check_open()
             raise BrokenStream(f"{url}: the stream broke: {type(error).__name__} {error}".rstrip()) from error
         finally:
             await response.aclose()
@@ -285,7 +291,7 @@ class Client:
         try:
             role = await self._lend(path, loan, timeout_s)
             if role != "evaluation":
-                del self._loans[loan]  # nothing was lent
+                self._loans.pop(loan, None)  # nothing was lent
             yield role
         except BaseException as error:
             await self._give_back(loan, error)
@@ -299,7 +305,7 @@ class Client:
             # A 502 or 504 may be a gateway's, and an answer may be lost: then the service may have lent it.
             refused = isinstance(error, ServiceError) and not isinstance(error, EngineFailed)
             if refused or isinstance(error.__cause__, httpx.ConnectError):
-                del self._loans[loan]
+                self._loans.pop(loan, None)  # who closes the client may have given it back
             raise
 
     async def _give_back(self, loan: str, reason: BaseException | None = None) -> None:
@@ -343,11 +349,11 @@ class Client:
 
     async def ready(self) -> tuple[bool, str]:
         """Whether the service is ready, and if not, what it says it waits for. Never raises for a service not up."""
-        if self._http.is_closed:
-            raise Closed(f"the client of {self.url} is closed")
+        self._check_open()
         try:
             response = await self._http.get("/readyz")
         except httpx.HTTPError as error:
+            self._check_open()
             return False, f"no answer yet ({type(error).__name__})"
         return response.status_code == 200, response.text
 
@@ -406,18 +412,32 @@ class Client:
             attempt += 1
             await asyncio.sleep(pause_s)
 
-    async def _send_once(self, request: httpx.Request, stream: bool) -> httpx.Response:
+    def _check_open(self) -> None:
         if self._http.is_closed:
             raise Closed(f"the client of {self.url} is closed")
+
+    async def _send_once(self, request: httpx.Request, stream: bool) -> httpx.Response:
+        self._check_open()
         try:
             response = await self._http.send(request, stream=stream)
             if response.status_code >= 400:
                 await _read(response)
         except httpx.HTTPError as error:
-            raise Unreachable(f"{request.method} {request.url}: {type(error).__name__} {error}".rstrip()) from error
+            self._check_open()  # what closing breaks is no fault of the connection
+            hint = "; is it running? (reef serve)" if isinstance(error, httpx.ConnectError) else ""
+            told = f"{type(error).__name__} {error}".rstrip()
+            raise Unreachable(f"{request.method} {request.url}: {told}{hint}") from error
         if response.status_code >= 400:
             raise from_response(response)
         return response
+
+
+async def _read_end(events: AsyncIterator[bytes]) -> None:
+    """Read what comes behind the end of a stream, as a rule nothing: then its connection can be used again."""
+    with suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(_END_S):
+            async for _ in events:
+                pass
 
 
 async def _read(response: httpx.Response) -> None:

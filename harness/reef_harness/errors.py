@@ -121,7 +121,7 @@ def from_response(response: httpx.Response) -> ServiceError:
     try:
         error = response.json()["error"]
         message, code, param = str(error["message"]), error.get("code"), error.get("param")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # not one of Reef's own answers (a proxy's page, say): keep its text
     kind = _BY_STATUS.get(response.status_code, ServiceError)
     return kind(response.status_code, message, code, param, _retry_after_s(response))

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 
+from reef_harness.errors import Closed
 from reef_harness.keys import is_here
 
 
@@ -24,24 +25,32 @@ def transport_for(url: str, max_connections: int) -> httpx.AsyncBaseTransport:
 
 
 class Lanes(httpx.AsyncBaseTransport):
-    """At most ``max_lanes`` requests at once; more wait for a lane, as long as they like."""
+    """At most ``max_lanes`` requests at once; more wait for a lane, as long as they like.
+
+    Closed, whoever waits for a lane or for the beginning of an answer gets Closed.
+    """
 
     def __init__(self, make: Callable[[], httpx.AsyncBaseTransport], max_lanes: int) -> None:
         self._make = make
         self._room = asyncio.Semaphore(max_lanes)
         self._all: set[httpx.AsyncBaseTransport] = set()
         self._free: list[httpx.AsyncBaseTransport] = []
+        self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request on a lane of its own, which is free again once the answer is closed."""
         await self._room.acquire()
         try:
+            self._check_open(request)
             lane = self._free.pop() if self._free else self._open()
         except BaseException:
             self._room.release()
             raise
         try:
             response = await lane.handle_async_request(request)
+            if self._closed:  # while it was connecting: then httpcore (1.0.9) goes on, though its pool is closed
+                await response.aclose()
+                self._check_open(request)
         except BaseException:
             await self._let_go(lane, whole=False)
             raise
@@ -51,9 +60,15 @@ class Lanes(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close every connection."""
+        self._closed = True
+        self._room.release()  # one who waits goes, which lets the next one go
         self._free.clear()
         while self._all:
             await self._all.pop().aclose()
+
+    def _check_open(self, request: httpx.Request) -> None:
+        if self._closed:
+            raise Closed(f"{request.method} {request.url}: the client was closed meanwhile")
 
     def _open(self) -> httpx.AsyncBaseTransport:
         lane = self._make()

@@ -1,11 +1,13 @@
 """Progress bars: callbacks for the driver and the evaluation. Without a terminal they write a line now and then."""
 
 import sys
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
+from reef_harness.compute import Outcome
 from reef_harness.drivers import Progress
 from reef_harness.evaluation import Answer
 
@@ -26,6 +28,7 @@ class _Bar:
             maxinterval=pause_s,
             miniters=0,
             leave=True,
+            position=None if terminal else 0,  # where bars lie below one another, they move the cursor
         )
 
     def __enter__(self) -> Self:
@@ -37,15 +40,31 @@ class _Bar:
         self._bar.close()
 
 
-class _DriverBar(_Bar):
-    def _show(self, progress: Progress, reached: int) -> None:
+class _DriverBar(_Bar, ABC):
+    def begin(self, progress: Progress) -> None:
+        """Show what earlier lives have done; it does not count into the pace."""
+        self._bar.n = self._bar.initial = self._bar.last_print_n = self._at(progress)
+        self(progress)
+        self._bar.refresh()
+
+    @abstractmethod
+    def _reached(self, progress: Progress) -> int:
+        """How far the driver is, in the bar's unit."""
+
+    def _at(self, progress: Progress) -> int:
+        reached = self._reached(progress)
+        return min(reached, int(self._bar.total or reached))
+
+    def __call__(self, progress: Progress) -> None:
+        """Show where the driver stands."""
         staleness = "-" if progress.staleness is None else f"{progress.staleness:.1f}"
         self._bar.set_postfix_str(
             f"reward {progress.reward:.2f}, length {progress.length:.0f}, rollouts {progress.rollouts}, "
-            f"failed {progress.failed}, release {progress.release or '-'}, staleness {staleness}",
+            f"failed {progress.failed}, release {progress.release or '-'}, staleness {staleness}"
+            + (f"; {progress.standstill}" if progress.standstill else ""),
             refresh=False,
         )
-        self._bar.update(min(reached, self._bar.total or reached) - self._bar.n)
+        self._bar.update(self._at(progress) - self._bar.n)
 
 
 class ReleaseBar(_DriverBar):
@@ -57,9 +76,8 @@ class ReleaseBar(_DriverBar):
     def __init__(self, releases: int) -> None:
         super().__init__(releases, "training", "release")
 
-    def __call__(self, progress: Progress) -> None:
-        """Show where the driver stands."""
-        self._show(progress, progress.releases)
+    def _reached(self, progress: Progress) -> int:
+        return progress.releases
 
 
 class RolloutBar(_DriverBar):
@@ -68,9 +86,8 @@ class RolloutBar(_DriverBar):
     def __init__(self, rollouts: int | None) -> None:
         super().__init__(rollouts, "rollouts", "rollout")
 
-    def __call__(self, progress: Progress) -> None:
-        """Show where the driver stands."""
-        self._show(progress, progress.rollouts - progress.failed)
+    def _reached(self, progress: Progress) -> int:
+        return progress.rollouts - progress.failed
 
 
 class AnswerBar(_Bar):
@@ -87,6 +104,20 @@ class AnswerBar(_Bar):
             self._correct += answer.verdict.correct
         if self._graded:
             self._bar.set_postfix_str(f"correct {self._correct / self._graded:.3f}", refresh=False)
+        self._bar.update()
+
+
+class OutcomeBar(_Bar):
+    """One bar over a method's outcomes, with how many items failed: ``progress=OutcomeBar(200, "vote")``."""
+
+    def __init__(self, items: int, name: str) -> None:
+        super().__init__(items, name, "item")
+        self._failed = 0
+
+    def __call__(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+        self._failed += outcome.error is not None
+        self._bar.set_postfix_str(f"failed {self._failed}", refresh=False)
         self._bar.update()
 
 

@@ -13,13 +13,19 @@ from reef_harness.types import Json
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--url``, ``--scenario`` and ``--key-file``."""
-    parser.add_argument("--url", default=os.environ.get("REEF_URL", "http://127.0.0.1:8080"), help="of the service")
-    parser.add_argument("--scenario", default=os.environ.get("REEF_SCENARIO"), help="default: the one that is there")
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("REEF_URL", "http://127.0.0.1:8080"),
+        help="of the service (default: REEF_URL, else http://127.0.0.1:8080)",
+    )
+    parser.add_argument(
+        "--scenario", default=os.environ.get("REEF_SCENARIO"), help="default: REEF_SCENARIO, else the one that is there"
+    )
     parser.add_argument(
         "--key-file",
         type=Path,
         default=KEY_FILE,
-        help="of a service on this machine, where REEF_API_KEY is not set",
+        help=f"of a service on this machine, where REEF_API_KEY is not set (default: {KEY_FILE})",
     )
 
 

@@ -3,21 +3,30 @@
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from io import StringIO
 
 from reef_harness import wire
 from reef_harness.errors import BrokenStream, UnexpectedAnswer
 from reef_harness.types import Completion, Delta, Json, ReasoningDelta, TextDelta, ToolCallDelta
 
 DONE = b"[DONE]"
+_BOM = b"\xef\xbb\xbf"  # may come before the first line, and is none of it
 
 
 async def event_data(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The data of each server-sent event. Lines end at LF or CRLF only: JSON text may hold other line ends."""
-    rest, lines = b"", []
+    begun: list[bytes] = []  # pieces of a line: joined once, however many it comes in
+    lines: list[bytes] = []
+    skipped = _BOM
     async for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
+        piece, *more = chunk.split(b"\n")
+        begun.append(piece)
+        if not more:
+            continue
+        whole, begun = [b"".join(begun), *more[:-1]], more[-1:]
         for line in whole:
-            line = line.removesuffix(b"\r")
+            line = line.removeprefix(skipped).removesuffix(b"\r")
+            skipped = b""
             if line.startswith(b"data:"):
                 lines.append(line[5:].removeprefix(b" "))
             elif not line and lines:
@@ -29,10 +38,10 @@ async def event_data(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 class _Part:
     """One choice so far."""
 
-    text: str = ""
-    reasoning: str | None = None
+    text: StringIO = field(default_factory=StringIO)
+    reasoning: StringIO = field(default_factory=StringIO)
     calls: dict[int, Json] = field(default_factory=dict)
-    token_ids: list[int] | None = None
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
     finish_reason: str | None = None
 
@@ -46,21 +55,21 @@ class Assembly:
         self._release = release
         self._parts: dict[int, _Part] = {}
         self._rest: Json = {}  # what is said once: id, model, usage, prompt_token_ids
-        self._done = False
+        self.done = False  # [DONE] came: there is no more
 
     def take(self, data: bytes) -> Iterator[Delta]:
         """What a chunk adds. Raises BrokenStream where the service says it failed, UnexpectedAnswer for no chunk."""
         if data == DONE:
-            self._done = True
+            self.done = True
             return
         try:
             chunk = json.loads(data)
-            if "error" in chunk:
-                raise BrokenStream(f"{self._url}: {chunk['error']['message']}", chunk["error"].get("code"))
+            if error := chunk.get("error"):
+                raise BrokenStream(f"{self._url}: {error['message']}", error.get("code"))
             self._note(chunk)
             for choice in chunk["choices"]:
                 yield from self._grow(choice)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UnexpectedAnswer(f"{self._url} sent a chunk that is none of a chat's: {data[:200]!r}") from error
 
     def completion(self) -> Completion:
@@ -70,7 +79,7 @@ class Assembly:
             missing.append("a choice")
         if any(index >= len(self._receipts) for index in self._parts):
             missing.append("the receipts")
-        if not self._done:
+        if not self.done:
             missing.append("[DONE]")
         if missing:
             raise BrokenStream(f"{self._url}: the stream ended without {', '.join(missing)}")
@@ -90,15 +99,16 @@ class Assembly:
             raise TypeError(f"a choice's index is {index!r}")
         part = self._parts.setdefault(index, _Part())
         if ids := choice.get("token_ids"):
-            part.token_ids = (part.token_ids or []) + ids
+            part.token_ids += ids
         if logprobs := choice.get("logprobs"):
-            part.logprobs = (part.logprobs or []) + list(wire.sampled_logprobs(logprobs))
+            part.logprobs = part.logprobs or []
+            part.logprobs += wire.sampled_logprobs(logprobs)
         part.finish_reason = choice.get("finish_reason") or part.finish_reason
         if reasoning := delta.get("reasoning_content"):
-            part.reasoning = (part.reasoning or "") + reasoning
+            part.reasoning.write(reasoning)
             yield ReasoningDelta(index, reasoning)
         if text := delta.get("content"):
-            part.text += text
+            part.text.write(text)
             yield TextDelta(index, text)
         for piece in delta.get("tool_calls") or ():
             yield _grow_call(part, index, piece)
@@ -114,7 +124,7 @@ class Assembly:
                 if part.logprobs is None
                 else {"content": [{"logprob": value} for value in part.logprobs]},
                 "reef_agent_record_id": self._receipts[index],
-                **({} if part.token_ids is None else {"token_ids": part.token_ids}),
+                **({"token_ids": part.token_ids} if part.token_ids else {}),
             }
             for index, part in sorted(self._parts.items())
         ]
@@ -132,21 +142,32 @@ def _grow_call(part: _Part, choice: int, piece: Json) -> ToolCallDelta:
 
 
 def _message(part: _Part) -> Json:
-    """A call that was begun and cut is none: its arguments are no JSON."""
-    message: Json = {"role": "assistant", "content": part.text}
-    if part.reasoning is not None:
-        message["reasoning_content"] = part.reasoning
+    message: Json = {"role": "assistant", "content": part.text.getvalue()}
+    if reasoning := part.reasoning.getvalue():
+        message["reasoning_content"] = reasoning
     calls = [
         {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-        for _, call in sorted(part.calls.items())
-        if _is_json(call["arguments"])
+        for call in _whole_calls(part)
     ]
     return message | ({"tool_calls": calls} if calls else {})
 
 
+def _whole_calls(part: _Part) -> list[Json]:
+    """A call that was begun and cut is none: its arguments are no JSON.
+
+    Calls that need no arguments may come without any; they are whole where the choice ended with them and no others.
+    """
+    calls = [part.calls[index] for index in sorted(part.calls)]
+    whole = [call for call in calls if _is_json(call["arguments"])]
+    if not whole and part.finish_reason == "tool_calls":
+        whole = [call for call in calls if not call["arguments"].strip()]
+    return whole
+
+
 def _is_json(text: str) -> bool:
+    """Whether it is JSON, not nested deeper than Python reads: the service takes 64 levels in arguments."""
     try:
-        json.loads(text)
-    except ValueError:
+        json.loads(text, parse_int=str)  # of any length
+    except (ValueError, RecursionError):
         return False
     return True

@@ -1,6 +1,7 @@
 """The client without asyncio: for scripts, threads and notebooks."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -22,7 +23,8 @@ class SyncClient:
     """:class:`Client` without asyncio: the same methods, arguments, results and errors, each call waits.
 
     It is the asynchronous client in an event loop of its own, in a thread: so it may be called from any number of
-    threads at once, and where an event loop runs already, as in a notebook. Use it in a ``with`` block, or close it.
+    threads at once, and where an event loop runs already, as in a notebook. Use it in a ``with`` block, or close it. A
+    forked process has no such thread: there its calls, :meth:`close` too, raise Closed; make one in each process.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SyncClient:
             max_connections=max_connections,
             retry=retry,
         )
+        self._process = os.getpid()
         self._closing = threading.Lock()  # held until it is closed
         self._lock = threading.Lock()  # of the next two: nothing is begun once it is closed
         self._closed = False
@@ -63,6 +66,7 @@ class SyncClient:
 
     def close(self) -> None:
         """Close every connection and end the thread; calls that wait in other threads raise Closed."""
+        self._check_process()
         with self._closing:
             if self._loop.is_closed():
                 return
@@ -204,6 +208,11 @@ class SyncClient:
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("a SyncClient cannot be called from its own event loop")
+        try:
+            self._check_process()
+        except Closed:
+            work.close()
+            raise
         with self._lock:
             if self._closed:
                 work.close()
@@ -218,6 +227,11 @@ class SyncClient:
         except BaseException:
             future.cancel()
             raise
+
+    def _check_process(self) -> None:
+        """Before any lock: a fork may have copied it held."""
+        if os.getpid() != self._process:
+            raise Closed(f"the client of {self.url} was made in another process, {self._process}: make one in each")
 
     async def _end(self) -> None:
         """Close the client, and end what still waits for an answer."""

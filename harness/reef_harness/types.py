@@ -193,6 +193,12 @@ class Explanation:
     release: Release | None = None
     lineage: Json | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        """Short: of a receipt its id, which is all that is known of one without a report."""
+        if self.receipt is not None:
+            return f"Explanation(receipt={self.receipt.get('agent_record_id')!r})"
+        return f"Explanation(report={self.report!r}, release={self.release!r})"
+
     @property
     def history(self) -> list[Json]:
         """All that happened to it, in order of time, where the service tells it."""

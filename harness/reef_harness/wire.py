@@ -5,7 +5,7 @@ import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 from urllib.parse import quote, urlsplit
 
 import httpx
@@ -50,6 +50,7 @@ class Grading(TypedDict, total=False):
     report_id: str | None  # made where it is not given
 
 
+_T = TypeVar("_T")
 _TAG_NAME = re.compile(r"[A-Za-z0-9._-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ASKING = frozenset(Asking.__annotations__)
@@ -178,7 +179,7 @@ def json_object(response: httpx.Response) -> Json:
     """The JSON object that an answer holds. Raises UnexpectedAnswer where it holds something else."""
     try:
         body = json.loads(response.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise UnexpectedAnswer(
@@ -209,24 +210,24 @@ def completion_of(body: Json, receipt: str | None, release: str | None, url: str
     Raises UnexpectedAnswer where a field is missing, where there is no choice, and where one has no receipt: nothing
     could grade it.
     """
-    usage = body.get("usage") or {}
     try:
+        usage = body.get("usage") or {}
         if not body["choices"]:
             raise UnexpectedAnswer(f"{url} answered without any choice: is it a Reef service?")
         return Completion(
             choices=tuple(_choice(choice, receipt, url) for choice in body["choices"]),
             release=release or "",
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            completion_tokens=usage.get("completion_tokens", 0),
+            prompt_tokens=_checked(int, "usage.prompt_tokens", usage.get("prompt_tokens") or 0),
+            completion_tokens=_checked(int, "usage.completion_tokens", usage.get("completion_tokens") or 0),
             raw=body,
             prompt_token_ids=_tuple(body.get("prompt_token_ids")),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UnexpectedAnswer(f"{url} answered without {error}: is it a Reef service?") from error
 
 
 def _choice(choice: Json, receipt: str | None, url: str) -> Choice:
-    index = choice["index"]
+    index = _checked(int, "a choice's index", choice["index"])
     own = choice.get("reef_agent_record_id") or (receipt if index == 0 else None)
     if own is None:
         field = f"choices[{index}].reef_agent_record_id"
@@ -236,9 +237,9 @@ def _choice(choice: Json, receipt: str | None, url: str) -> Choice:
     logprobs = choice.get("logprobs")
     return Choice(
         index,
-        message["content"] or "",
+        _checked(str, f"choices[{index}]'s text", message["content"] or ""),
         choice["finish_reason"],
-        own,
+        _checked(str, f"choices[{index}]'s receipt", own),
         _tuple(choice.get("token_ids")),
         None if logprobs is None else sampled_logprobs(logprobs),
         message.get("reasoning_content"),
@@ -249,8 +250,14 @@ def _choice(choice: Json, receipt: str | None, url: str) -> Choice:
 def sampled_logprobs(logprobs: Json) -> tuple[float, ...]:
     """Log-probabilities [N] of the sampled tokens, out of the shape of chats or that of completions."""
     if "token_logprobs" in logprobs:
-        return tuple(logprobs["token_logprobs"])
-    return tuple(token["logprob"] for token in logprobs["content"] or ())
+        return tuple(map(float, logprobs["token_logprobs"]))
+    return tuple(float(token["logprob"]) for token in logprobs["content"] or ())
+
+
+def _checked(kind: type[_T], what: str, value: Any) -> _T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{kind.__name__} as {what}: {value!r:.50}")
+    return value
 
 
 def _tool_call(call: Json) -> ToolCall:
@@ -265,9 +272,14 @@ def report_state(body: Json) -> ReportState:
     """Where a report stands. Raises UnexpectedAnswer where a field is missing."""
     try:
         return ReportState(
-            body["agent_record_id"], body["state"], body.get("reason"), body.get("step"), body.get("release_id"), body
+            _checked(str, "agent_record_id", body["agent_record_id"]),
+            _checked(str, "state", body["state"]),
+            body.get("reason"),
+            body.get("step"),
+            body.get("release_id"),
+            body,
         )
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise UnexpectedAnswer(f"a report's state came without {error}: {body}") from error
 
 
@@ -275,11 +287,11 @@ def release(entry: Json) -> Release:
     """One link of a chain. Raises UnexpectedAnswer where a field is missing."""
     try:
         return Release(
-            entry["release_id"],
+            _checked(str, "release_id", entry["release_id"]),
             entry["parent_release_id"],
             entry["content_id"],
             entry["operation"],
-            entry["step"],
+            _checked(int, "step", entry["step"]),
             entry["checkpoint"],
             entry["restorable"],
             entry["current"],
@@ -290,5 +302,5 @@ def release(entry: Json) -> Release:
             entry.get("state"),
             entry,
         )
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise UnexpectedAnswer(f"a release came without {error}: {entry}") from error

@@ -44,6 +44,7 @@ class FakeService:
         self.loans: dict[str, str] = {}  # of engines: the release of each
         self.mode = "auto"
         self.paused: str | None = None  # why training is
+        self.held: Json | None = None  # by the gate, the head is: what the status says of it beside its id
         self.lock = threading.Lock()
         service = self
 
@@ -185,7 +186,9 @@ class FakeService:
                 shown = {"name": name, "mode": self.mode, "head": self.release_names[-1]}
                 return 200, {**shown, "pending": len(self.pending), "reserved": 0}
             case "GET", ["reef", "status"]:
-                return 200, {"training": {"phase": "waiting", "paused": self.paused, "error": self.paused}}
+                held = None if self.held is None else {"release_id": self.release_names[-1], **self.held}
+                training = {"phase": "waiting", "paused": self.paused, "error": self.paused, "held": held}
+                return 200, {"training": training}
             case "GET", ["reef", "scenarios", name, "contract"]:
                 return 200, {"scenario": name, "config": {"batch-size": self.batch_size, "group-size": 8}}
             case "GET", ["reef", "scenarios", name, "releases"]:
@@ -256,7 +259,7 @@ class FakeService:
         groups: dict[str | None, list[str]] = {}
         for id in self.pending:
             groups.setdefault(self.reports[id][0].get("group"), []).append(id)
-        if self.mode == "manual" or self.paused is not None:
+        if self.mode == "manual" or self.paused is not None or self.held is not None:
             return
         whole = [ids for group, ids in groups.items() if group is None or len(ids) == 8]
         if self.drop_tied:
@@ -290,7 +293,7 @@ class FakeService:
                 "metrics": {},
                 "number": i,
                 "policy_version": i,
-                "state": "released",
+                "state": "released" if self.held is None or i < last else "pending",
             }
             for i in range(last, -1, -1)
         ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from reef_harness.cli import main
 from reef_harness.evaluation.calibration import calibration, mean_logprob_chance
+from reef_harness.evaluation.intervals import wilson
 
 
 def test_brier_and_its_parts_are_those_worked_out_by_hand() -> None:
@@ -42,6 +43,23 @@ def test_a_calibrated_score_has_nearly_no_calibration_error_and_the_parts_add_up
     assert found.brier == pytest.approx(parts, abs=1e-12)
 
 
+def test_a_bins_interval_counts_answers_to_one_item_as_if_they_were_alike() -> None:
+    """Three answers to a, one to b, two of the four right: (3 + 1)² / (9 + 1) = 1.6 trials, of which 0.8 right."""
+    scores, right = [0.55] * 4, [True, True, False, False]
+    [found] = calibration(scores, right, items=["a", "a", "a", "b"]).bins
+    assert (found.count, found.items, found.share_right) == (4, 2, 0.5)
+    half = 1.959964 * math.sqrt(0.25 / 1.6 + 1.959964**2 / (4 * 1.6**2)) / (1 + 1.959964**2 / 1.6)
+    assert (found.share_low, found.share_high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    [alone] = calibration(scores, right).bins
+    assert (alone.items, alone.share_low, alone.share_high) == (4, *wilson(2, 4))
+
+
+def test_eight_alike_answers_to_each_of_ten_items_are_worth_ten() -> None:
+    right = [item < 7 for item in range(10) for _ in range(8)]
+    [found] = calibration([0.7] * 80, right, items=[item for item in range(10) for _ in range(8)]).bins
+    assert (found.share_low, found.share_high) == pytest.approx(wilson(7, 10))
+
+
 @pytest.mark.parametrize("score", [1.01, -0.01, math.nan, math.inf])
 def test_a_score_that_is_no_chance_is_refused(score: float) -> None:
     with pytest.raises(ValueError, match=r"within \[0, 1\].*\(pair 2\)"):
@@ -51,6 +69,8 @@ def test_a_score_that_is_no_chance_is_refused(score: float) -> None:
 def test_nothing_to_calibrate_is_refused() -> None:
     with pytest.raises(ValueError, match="needs pairs"):
         calibration([], [])
+    with pytest.raises(ValueError, match="needs pairs"):
+        calibration([0.5, 0.5], [True, True], items=["a"])
     with pytest.raises(ValueError, match="at least one bin"):
         calibration([0.5], [True], bins=0)
 
@@ -64,20 +84,42 @@ def test_a_mean_log_probability_becomes_the_geometric_mean_of_the_chances() -> N
 
 def test_the_command_writes_a_table_and_a_diagram(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps({"score": s, "correct": c}) + "\n" for s, c in [(0.25, True), (0.75, True)]))
+    rows = "".join(json.dumps({"score": s, "correct": c}) + "\n" for s, c in [(0.25, True), (0.75, True)])
+    pairs.write_text(rows, encoding="utf-8-sig")  # a byte order mark is no fault
     assert main(["calibrate", str(pairs)]) == 0
     assert "2 answers. Brier score 0.3125" in capsys.readouterr().out
     assert json.loads((tmp_path / "pairs-calibration.json").read_text())["brier"] == 0.3125
     assert (tmp_path / "pairs-calibration.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_diagram_shows_the_span_of_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plot = pytest.importorskip("reef_harness.evaluation.plot")
+    drawn = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
+    plot.reliability_diagram(tmp_path / "a.png", calibration([0.9, 0.95, 1.0], [True] * 3, 3, equal_counts=True), "x")
+    assert drawn[0].axes[1].get_xlim() == pytest.approx((0.898, 1.002))  # two hundredths of the span on either side
+    plot.plt.close(drawn[0])
+
+
+def test_the_command_takes_rows_of_one_item_together(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"score": 0.5, "correct": True, "item": "a"}] * 3
+    rows += [{"score": 0.5, "correct": True}] * 2  # each to an item of its own
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["calibrate", str(tmp_path / "pairs.jsonl")]) == 0
+    [found] = json.loads((tmp_path / "pairs-calibration.json").read_text())["bins"]
+    assert (found["count"], found["items"]) == (5, 3)
+    assert found["share_low"] == pytest.approx(wilson(25 / 11, 25 / 11)[0])  # (3 + 1 + 1)² / (9 + 1 + 1) trials
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ('{"score": 1.5, "correct": true}\n', "within [0, 1]"),
-        ('{"score": 0.5}\n', "pairs.jsonl:1: expected {score, correct}"),
+        ('{"score": 0.5}\n', "pairs.jsonl:1: expected {score, correct}: there is no correct"),
+        ("[1]\n", "got list"),
         ('{"score": "0.5", "correct": true}\n', "pairs.jsonl:1"),
         ('{"score": true, "correct": true}\n', "pairs.jsonl:1"),
+        (f'{{"score": {10**400}, "correct": true}}\n', "pairs.jsonl:1"),
         ("\n", "no rows"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,15 +315,47 @@ def test_a_floor_drops_what_is_wrong_and_begins_again_when_it_is_stuck(service: 
 
 
 def test_a_search_whose_budget_ends_keeps_the_best_whole_answer_it_has(service: Any) -> None:
-    Scripted(service, final(2), "abc")
-    how = Beam(",", 1, 1, floor=1.0)
+    """Two at once have 20 tokens each: 17 and 2. Of the 21 left each gets 10 and is cut, and the last one 1."""
+    Scripted(service, final(2), "a,", "b" * 20, "b" * 20, "c")
+    how = Beam(",", 1, 2, floor=0.0)
     outcome = use(
         service,
         lambda asker: beam_search(asker, ITEM, GRADER.read, lambda item, partial: 0.0, how),
+        Budget(sampled_tokens=40),
+        logprobs=True,
+    )
+    assert (outcome.answer, outcome.stopped_by, outcome.spent.sampled_tokens) == ("2", "budget", 40)
+
+
+def test_an_answer_below_the_floor_is_never_chosen(service: Any) -> None:
+    Scripted(service, final(2), "abc")
+    how = Beam(",", 1, 1, floor=0.5)
+    outcome = use(
+        service,
+        lambda asker: beam_search(asker, ITEM, GRADER.read, lambda item, partial: 0.1, how),
         Budget(sampled_tokens=19),
         logprobs=True,
     )
-    assert (outcome.answer, outcome.stopped_by, outcome.spent.sampled_tokens) == ("2", "budget", 19)
+    assert [(each.answer, each.score) for each in outcome.trace] == [("2", 0.1)]
+    assert (outcome.chosen, outcome.stopped_by) == ((), "budget")
+    with pytest.raises(ValueError, match=r"accept 0\.4 is below floor 0\.5"):
+        Beam(",", floor=0.5, accept=0.4)
+
+
+def test_a_score_that_is_no_number_is_refused(service: Any) -> None:
+    """NaN is neither above nor below another score: the first answer with it would win over all that come later."""
+    message = "an answer to item 'one' got the score nan"
+    Scripted(service, final(3), final(1))
+    strange = by_verifier(lambda item, sample: 1.0 if "1" in sample.text else math.nan)
+    with pytest.raises(HarnessError, match=message):
+        use(service, lambda asker: best_of(asker, ITEM, GRADER.read, strange, 2))
+    Scripted(service, final(3), final(1))
+    with pytest.raises(HarnessError, match=message):
+        use(
+            service,
+            lambda asker: beam_search(asker, ITEM, GRADER.read, lambda item, partial: math.nan, Beam(",", 1, 2)),
+            logprobs=True,
+        )
 
 
 def test_beams_of_the_same_content_are_one(service: Any) -> None:
@@ -393,8 +426,12 @@ def test_tokens_go_where_the_first_answers_disagree(service: Any) -> None:
             return await route(askers, items, GRADER.read, tokens=2 * 51, first=2, most=4, least=17)
 
     sure, unsure = asyncio.run(call())
-    assert (sure.answer, sure.spent.samples) == ("1", 2)
-    assert (unsure.answer, unsure.spent.samples) == ("2", 4)  # its share of 3 answers, and that of the other's third
+    assert (sure.answer, sure.stopped_by, sure.spent.samples) == ("1", "agreed", 2)
+    assert (unsure.answer, unsure.stopped_by, unsure.spent.samples) == (
+        "2",
+        "samples",
+        4,
+    )  # its share of 3 answers, and that of the other's third
     assert sure.spent.sampled_tokens + unsure.spent.sampled_tokens == 2 * 51
 
 
@@ -432,12 +469,28 @@ def test_the_command_prints_a_table_and_writes_every_outcome(
     arguments = ["compute", "vote", "--url", service.url, "--items", str(tmp_path / "items.jsonl"), "--grader", "final"]
     out = tmp_path / "out.jsonl"
     assert main([*arguments, "--samples", "2", "--limit", "1", "--out", str(out)]) == 0
-    assert "| vote   | 1.000 [" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "| vote   | 1.000 [" in told.out
+    assert "vote: 100%|" in told.err
+    assert "1/1 [" in told.err
     (line,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert (line["item"], line["answer"], line["spent"]["samples"]) == ("a", "1", 2)
     assert [(each["releases"], each["receipts"]) for each in line["trace"]] == [(["r0"], ["c0"])] * 2
     assert main([*arguments, "--out", str(out)]) == 1  # it cost tokens: it is not written over
     assert f"{out} holds outcomes already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["vote", "coverage"])
+def test_items_that_cannot_be_judged_are_named_once_for_each_reason(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    Scripted(service, *[final(1)] * 5)
+    rows = [{"id": f"i{number}", "prompt": "?"} for number in range(4)] + [{"id": "good", "prompt": "?", "gold": "1"}]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ["--url", service.url, "--items", str(tmp_path / "items.jsonl"), "--grader", "final", "--samples", "1"]
+    assert main(["compute", method, *common]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "judged" in line] == ["no_gold: 4 items could not be judged: i0, i1, i2, ..."]
 
 
 def two_items(tmp_path: Path, service: Any) -> list[str]:
@@ -505,13 +558,49 @@ def test_options_that_mean_nothing_for_a_method_are_refused(
     assert service.requests == []
 
 
-@pytest.mark.parametrize("options", [["--concurrency", "0"], ["--least", "5"]])
+@pytest.mark.parametrize("options", [["--concurrency", "0"], ["--least", "5"], ["--limit", "-1"]])
 def test_settings_that_mean_nothing_are_refused_before_a_request(
     service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     assert main(["compute", "vote", *two_items(tmp_path, service), *options]) == 1
     assert options[0].removeprefix("--") in capsys.readouterr().err
     assert service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["vote", "--samples", "0"], "a budget's samples must be at least 1, got 0"),
+        (["vote", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["vote", "--budget", "0"], "a budget's sampled_tokens must be at least 1, got 0"),
+        (["revise", "--checker", "os:getcwd", "--rounds", "-1"], "rounds must be at least 0, got -1"),
+        (["beam", "--verifier", "math:sqrt", "--boundary", ",", "--width", "0"], "numbers of at least 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_a_message_before_any_answer_is_asked_for(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert main(["compute", options[0], *two_items(tmp_path, service), *options[1:]]) == 1
+    assert words in capsys.readouterr().err
+    assert service.paths("/v1/") == []
+
+
+def test_what_a_function_of_the_users_raises_is_raised_as_it_is(service: Any) -> None:
+    """By each of the items that are asked at once: no group of errors, which no ``except ValueError`` takes."""
+    Scripted(service, *[final(1)] * 3)
+
+    def check(item: Item, sample: Sample) -> None:
+        raise ValueError("it cannot be read")
+
+    async def run() -> None:
+        async with Client(service.url, scenario="sums") as client:
+            items = [Item.from_text(f"item{i}", "?", "1") for i in range(3)]
+            await run_each(
+                items, lambda item: Asker(client, Budget()), lambda asker, item: revise(asker, item, str, check, 1)
+            )
+
+    with pytest.raises(ValueError, match=r"^it cannot be read$"):
+        asyncio.run(run())
 
 
 def test_the_command_has_the_release_that_it_names_answer(service: Any, tmp_path: Path) -> None:
@@ -525,9 +614,9 @@ def test_the_command_has_the_release_that_it_names_answer(service: Any, tmp_path
     assert [headers["x-reef-release"] for _, path, headers, _ in service.requests if path[:3] == "/v1"] == ["r0"]
 
 
-def test_the_command_says_what_it_does_not_know(service: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_says_what_it_does_not_know_before_it_looks_for_a_service(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "items.jsonl").write_text('{"id": "a", "prompt": "?", "gold": "1"}\n')
-    common = ["--url", service.url, "--items", str(tmp_path / "items.jsonl"), "--grader", "final"]
+    common = ["--url", "http://127.0.0.1:9", "--items", str(tmp_path / "items.jsonl"), "--grader", "final"]
     assert main(["compute", "best-of", *common, "--scorer", "nonsense"]) == 1
     assert "expected MODULE:NAME, got 'nonsense'" in capsys.readouterr().err
     assert main(["compute", "best-of", *common, "--scorer", "no.such.module:f"]) == 1

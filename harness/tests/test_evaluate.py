@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from reef_harness import Client, Evaluation, FinalGrader, Item, Retry, evaluate, wilson
 from reef_harness.errors import HarnessError
+from reef_harness.evaluation.evaluate import Answer
 from reef_harness.evaluation.plot import learning_curve
 
 ITEMS = [Item.from_text(f"item{i}", f"{i}", str(i)) for i in range(20)]
@@ -53,6 +54,26 @@ def test_answers_of_two_releases_are_counted_apart_and_give_no_summary(service: 
     assert result.releases["r0"] > result.releases["r1"] and result.release == "r0"
     with pytest.raises(HarnessError, match=r"of 2 releases \(r0: \d+, r1: \d+\), so they measure none of them"):
         result.summary()
+
+
+def test_a_progress_that_raises_ends_the_evaluation_and_no_request_comes_after_it(service: Any) -> None:
+    """The other three workers would take the items that are left, one after the other, while their loop lives on."""
+
+    told: list[Answer] = []
+
+    async def call() -> None:
+        def progress(answer: Answer) -> None:
+            told.append(answer)
+            if len(told) == 3:
+                raise OSError("no space left")
+
+        async with Client(service.url, scenario="sums", retry=Retry(total_s=0.2)) as client:
+            with pytest.raises(OSError, match="no space left"):
+                await evaluate(client, ITEMS, FinalGrader(), concurrency=4, progress=progress)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(call())
+    assert 3 <= len(told) <= len(service.requests) < len(ITEMS)
 
 
 def test_an_evaluation_of_nothing_is_an_error(service: Any) -> None:

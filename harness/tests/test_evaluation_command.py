@@ -1,6 +1,10 @@
 """`reef-harness evaluate` against the stand-in service: what is asked, kept, and said when it goes wrong."""
 
+import errno
 import json
+import os
+import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -88,7 +92,20 @@ def test_every_answer_is_kept_graded_and_counted_apart_by_set_and_temperature(
     assert all(body["logprobs"] for _, body in asked)
     assert Counter(body["temperature"] for _, body in asked) == {1.0: 40, 0.0: 10}
     assert service.reports == {}
-    assert "| challenge | sampled at 1, 4 each |" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "| challenge | sampled at 1, 4 each |" in said.out
+    assert "in-domain: 100%" in said.err
+    assert "10/10" in said.err  # the bar of challenge: two items, four samples and a greedy answer each
+
+
+def test_a_file_that_is_not_there_is_named_with_its_argument(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items, out = write_items(tmp_path / "a.jsonl", 1), tmp_path / "run"
+    assert evaluate(service, out, tmp_path / "none.jsonl") == 1
+    assert "none.jsonl' (given as items)" in capsys.readouterr().err
+    assert evaluate(service, out, items, "--set", f"challenge={tmp_path / 'none.jsonl'}") == 1
+    assert "none.jsonl' (given as sets)" in capsys.readouterr().err
 
 
 def test_figures_are_drawn_of_each_set_and_of_what_all_have_in_common(service: Any, tmp_path: Path) -> None:
@@ -156,7 +173,7 @@ def test_an_item_whose_requests_all_failed_is_in_no_figure_and_not_wrong(
     for figure in (series["accuracy"], majority["right_share"], majority["expected"], series["best_by_logprob"]):
         assert (figure["value"], figure["items"]) == (1.0, 2)
     said = capsys.readouterr().out
-    assert "of 3 items pass@1 is over 2, pass@2 is over 2, pass@4 is over 2, majority is over 2." in said
+    assert "not all 3 items have enough judged answers, only 2 for pass@1, 2 for pass@2" in said
 
 
 def test_a_set_of_one_item_is_said_to_tell_little_and_stores_a_wide_interval(
@@ -248,12 +265,62 @@ def test_an_unknown_release_and_one_that_another_answers_for_are_refused(
     items = write_items(tmp_path / "a.jsonl", 2)
     assert evaluate(service, tmp_path / "run", items, "--release", "r9") == 1
     assert "HTTP 404" in capsys.readouterr().err
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
     assert evaluate(service, tmp_path / "run", items, "--release", "r0") == 0  # the typo is mended
     service.release_names.append("r1")  # answers for r0, though an engine was lent for it
     assert evaluate(service, tmp_path / "other", items, "--release", "r0") == 1
     assert "asked for an answer of release r0, got one of r1" in capsys.readouterr().err
     assert service.engines == []  # it was given back
+
+
+def test_interrupted_while_the_engine_starts_it_gives_the_engine_back(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.release_names.append("r1")
+    real, go_on = service.handle, threading.Event()
+
+    def handle(http: Any) -> None:
+        if http.command == "POST" and http.path.endswith("/engine"):
+            send = http.send_response
+
+            def late(status: int) -> None:
+                os.kill(os.getpid(), signal.SIGINT)
+                go_on.wait(60)
+                send(status)
+
+            http.send_response = late
+        real(http)
+
+    service.handle = handle
+    items = write_items(tmp_path / "a.jsonl", 2)
+    try:
+        assert evaluate(service, tmp_path / "run", items, "--release", "r0") == 130
+    finally:
+        go_on.set()
+    asked = [method for method, path, _, _ in service.requests if "/engine" in path]
+    assert (asked, service.engines, chats(service)) == (["POST", "DELETE"], [], [])
+    assert capsys.readouterr().err.endswith("stopped\n")
+
+
+def test_interrupted_it_says_that_the_same_command_goes_on(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on = threading.Event()
+
+    def answer(prompt: str, index: int) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        go_on.wait(60)
+        return f"<final>{prompt}</final>"
+
+    service.answer = answer
+    items, out = write_items(tmp_path / "a.jsonl", 1), tmp_path / "run"
+    try:
+        assert evaluate(service, out, items) == 130
+    finally:
+        go_on.set()
+    assert capsys.readouterr().err.endswith(f"kept in {out}: the same command goes on\nstopped\n")
+    service.answer = Answers(lambda n, number: n)
+    assert evaluate(service, out, items) == 0
 
 
 def test_answers_of_two_releases_are_said_and_never_stored(
@@ -306,6 +373,60 @@ def test_a_directory_without_a_single_answer_is_begun_anew(service: Any, tmp_pat
     assert (out / "in-domain" / "items.jsonl").read_bytes() == items.read_bytes()
 
 
+@pytest.mark.parametrize("died_at", ["write_json", "Bank._keep_items"])
+def test_a_directory_is_begun_again_wherever_its_first_lines_ended(
+    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died_at: str
+) -> None:
+    """A disk that is full: run.json is not whole yet, or it is and the copy of the items is not."""
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 2), tmp_path / "run"
+
+    def full(*of: Any) -> None:
+        if died_at == "write_json":
+            (out / "run.json.new").write_text('{"form')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"reef_harness.evaluation.bank.{died_at}", full)
+        assert evaluate(service, out, items) == 1
+    assert chats(service) == []
+    assert [path.name for path in out.iterdir()] == ["run.json.new" if died_at == "write_json" else "run.json"]
+    assert evaluate(service, out, items) == 0
+    assert len(lines(out / "in-domain" / "responses.jsonl")) == 2
+    assert not (out / "run.json.new").exists()
+
+
+def test_a_grader_that_judged_some_of_the_answers_has_no_numbers(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first two answers to each item are right and judged by final; the six that came later are wrong."""
+    service.answer = Answers(lambda n, number: n if number < 2 else n + 1)
+    items, out = write_items(tmp_path / "a.jsonl", 3), tmp_path / "run"
+    assert evaluate(service, out, items, "--samples", "2", "--logprobs") == 0
+    assert evaluate(service, out, items, "--samples", "8", "--logprobs", "--grader", "number") == 0
+    capsys.readouterr()
+    half = f"{out}: 18 answers to in-domain were not graded by final@1: regrade them"
+    assert main(["compare", str(out), str(out), "--no-figures"]) == 1
+    assert half in capsys.readouterr().err
+    assert main(["calibrate", str(out)]) == 1
+    assert half in capsys.readouterr().err
+    assert main(["regrade", str(out), "--grader", "boxed", "--no-figures"]) == 1
+    assert half in capsys.readouterr().err
+    assert not list((out / "in-domain").glob("verdicts-boxed*"))  # nobody judged in vain
+    assert main(["regrade", str(out), "--grader", "final", "--no-figures"]) == 0
+    assert main(["compare", str(out), str(out), "--no-figures"]) == 0
+    assert "| in-domain | sampled at 1, 8 and 8 each | 3     | 0.250" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["5", "null", "[]", '{"format": 1, "scenario": "s"}', "[" * 100_000])
+def test_a_run_json_that_is_none_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (tmp_path / "run.json").write_text(content)
+    assert main(["regrade", str(tmp_path), "--grader", "final"]) == 1
+    assert f"{tmp_path / 'run.json'} cannot be read: " in capsys.readouterr().err
+
+
 def test_a_directory_that_somebody_evaluates_into_is_refused(
     service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +466,9 @@ def test_changed_items_and_a_directory_of_something_else_are_refused(
     write_items(items, 2)
     assert evaluate(service, out, items) == 1
     assert "the items of in-domain were changed" in capsys.readouterr().err
+    other = write_items(tmp_path / "b.jsonl", 1, start=7)
+    assert evaluate(service, out, other) == 1
+    assert f"the items of in-domain are those of {items}, not {other}" in capsys.readouterr().err
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("dear diary")
     assert evaluate(service, tmp_path / "notes", items) == 1
@@ -370,7 +494,11 @@ def test_settings_that_mean_nothing_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sets_name_is_a_name(service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["../up", "summary.json", "."])
+def test_a_sets_name_is_that_of_a_directory_and_of_no_file_beside_it(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     with pytest.raises(SystemExit):
-        evaluate(service, tmp_path / "run", write_items(tmp_path / "a.jsonl", 1), "--set", "../up=a.jsonl")
+        evaluate(service, tmp_path / "run", write_items(tmp_path / "a.jsonl", 1), "--set", f"{name}=a.jsonl")
     assert "a set's name has letters" in capsys.readouterr().err
+    assert service.requests == []

@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from reef_harness.evaluation.differences import exact_p, mcnemar, paired_difference
+from reef_harness.evaluation.differences import exact_p, mcnemar, paired_difference, tango
 from reef_harness.evaluation.intervals import Figure, bootstrap, by_item, columns_by_item, quantile, wilson
+from reef_harness.evaluation.table import difference
 
 
 @pytest.mark.parametrize(
@@ -69,15 +70,73 @@ def test_a_bootstrap_is_the_same_for_the_same_seed_and_draws_all_columns_from_th
 
 
 def test_a_paired_difference_is_as_narrow_as_the_differences_are() -> None:
-    """Items differ a lot, the gain is the same for each: unpaired intervals overlap, the paired one has no width."""
+    """Items differ a lot, their gains are 1/16 or 3/16: unpaired intervals overlap, the paired one is narrow."""
     before = [0.0, 0.1, 0.2, 0.5, 0.6, 0.7] * 5
-    after = [value + 0.125 for value in before]
+    after = [value + (0.0625 if i % 2 else 0.1875) for i, value in enumerate(before)]
     found = paired_difference(before, after)
-    assert (found.value, found.low, found.high, found.items) == pytest.approx((0.125, 0.125, 0.125, 30))
+    half = 1.96 * 0.0625 / math.sqrt(30)
+    assert (found.value, found.items) == pytest.approx((0.125, 30))
+    assert (found.low, found.high) == pytest.approx((0.125 - half, 0.125 + half), abs=0.005)
     one, other = by_item(before), by_item(after)
     assert one is not None and other is not None and one.high > other.low
     with pytest.raises(ValueError, match="same items on both sides, got 2 and 1"):
         paired_difference([1, 0], [1])
+
+
+SQUARE = 1.959964**2
+
+
+@pytest.mark.parametrize("items", [1, 5, 20, 200])
+def test_items_that_all_differ_by_the_same_have_an_interval_all_the_same(items: int) -> None:
+    """No difference: items d² = z² d (1 - d). All gained: items (1 - d)² = z² (1 - d) (1 + d). Solved for d."""
+    same = paired_difference([1.0] * items, [1.0] * items)
+    end = SQUARE / (items + SQUARE)
+    assert (same.value, same.low, same.high) == pytest.approx((0.0, -end, end))
+    gained = paired_difference([0.0] * items, [1.0] * items)
+    end = (items - SQUARE) / (items + SQUARE)
+    assert (gained.value, gained.low, gained.high) == pytest.approx((1.0, end, 1.0))
+    lost = paired_difference([1.0] * items, [0.0] * items)
+    assert (lost.value, lost.low, lost.high) == pytest.approx((-1.0, -1.0, -end))
+
+
+def test_differences_that_floats_round_otherwise_are_the_same() -> None:
+    found = paired_difference([0.1, 0.2, 0.3, 0.6] * 5, [0.2, 0.3, 0.4, 0.7] * 5)
+    assert (found.low, found.high) == pytest.approx(tango(2, 0, 20))
+
+
+def test_tangos_interval_is_the_published_one() -> None:
+    """Seven of 21 against one: Fagerland, Lydersen and Laake, Statistics in Medicine 33 (2014) 2850."""
+    assert tango(7, 1, 21) == pytest.approx((0.026, 0.517), abs=5e-4)
+
+
+def test_a_few_items_that_differ_exclude_no_difference_where_mcnemars_test_does() -> None:
+    """Of 20 items g are gained: g² > 3.8415 g from 4 on."""
+    for gained, excluded in ((1, False), (3, False), (4, True), (9, True)):
+        found = paired_difference([0.0] * 20, [1.0] * gained + [0.0] * (20 - gained))
+        assert (found.low > 0) == excluded
+        assert found.low < gained / 20 < found.high
+
+
+@pytest.mark.parametrize(("gained", "lost", "items"), [(7, 1, 21), (2, 5, 30), (3.5, 0, 12), (0, 0.5, 9)])
+def test_the_ends_are_where_the_score_test_with_the_likeliest_shares_just_rejects(
+    gained: float, lost: float, items: int
+) -> None:
+    for end in tango(gained, lost, items):
+        step = 1e-5
+        shares = [(q + end, q) for q in (i * step for i in range(100_000)) if q + end > 0 and 2 * q + end < 1 and q > 0]
+        best = max(shares, key=lambda of: likelihood(gained, of[0]) + likelihood(lost, of[1])
+                   + likelihood(items - gained - lost, 1 - sum(of)))  # fmt: skip
+        variance = items * (sum(best) - end * end)
+        assert (gained - lost - items * end) ** 2 / variance == pytest.approx(SQUARE, rel=0.01)
+
+
+def likelihood(count: float, share: float) -> float:
+    return count * math.log(share) if count else 0.0
+
+
+def test_scores_without_bounds_have_no_interval_where_all_differ_by_the_same() -> None:
+    found = paired_difference([5.0] * 20, [7.0] * 20)
+    assert difference(found) == "+2.000 [no interval]"
 
 
 def test_mcnemar_is_the_exact_binomial_test_of_the_discordant_pairs() -> None:

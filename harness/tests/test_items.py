@@ -74,6 +74,8 @@ def test_a_row_without_gold_is_an_item_that_nobody_can_grade(tmp_path: Path) -> 
         ('["a"]', "expected a JSON object, got list"),
         ('{"id": "a", "prompt": "\\ud800"}', "not UTF-8 text"),
         (b'{"id": "a", "prompt": "\xff"}', "not UTF-8 text"),
+        ('{"id": "a", "prompt": "x", "gold": "1", "gold": "2"}', "bad JSON: 'gold' is there twice"),
+        ('{"id": "a", "prompt": "x", "slices": {"level": "1", "level": "2"}}', "bad JSON: 'level' is there twice"),
         ('{"id": "a", "prompt": ' + "[" * 100_000, "bad JSON"),
         ('{"id": "a", "prompt": "x", "gold": ' + "9" * 5000 + "}", "bad JSON"),
     ],

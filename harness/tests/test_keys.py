@@ -50,6 +50,34 @@ def test_without_a_file_there_is_no_key_and_one_that_cannot_be_read_is_said(key_
         find_key(HERE, None, key_file)
 
 
+def test_white_space_around_a_key_is_none_of_it(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Client(HERE, token="sk-SECRET\n")._http.headers["authorization"] == "Bearer sk-SECRET"
+    monkeypatch.setenv("REEF_API_KEY", " sk-SECRET\r\n")
+    assert find_key(HERE, "\n", key_file) == "sk-SECRET"
+    monkeypatch.setenv("REEF_API_KEY", "\n")
+    assert find_key(HERE, None, key_file) == "of-the-file"
+
+
+@pytest.mark.parametrize("key", ["sk SECRET", "sk\nSECRET", "sk\x00SECRET", "sk\u2028SECRET", "sk-\u00e9SECRET"])
+def test_what_no_header_can_hold_is_refused_by_where_it_was_found_and_not_told(
+    key_file: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    said = []
+    with pytest.raises(ValueError, match=r"^token must be printable ASCII") as caught:
+        Client(HERE, token=key)
+    said.append(str(caught.value))
+    key_file.write_text(key, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^the key in .*api-key must be printable ASCII") as caught:
+        Client(HERE, key_file=key_file)
+    said.append(str(caught.value))
+    if "\x00" not in key:  # which no environment holds
+        monkeypatch.setenv("REEF_API_KEY", key)
+        with pytest.raises(ValueError, match=r"^REEF_API_KEY must be printable ASCII") as caught:
+            Client(HERE, key_file=key_file)
+        said.append(str(caught.value))
+    assert "SECRET" not in "".join(said)
+
+
 def test_a_client_finds_it_in_the_default_run_directory(
     key_file: Path, monkeypatch: pytest.MonkeyPatch, service: Any
 ) -> None:

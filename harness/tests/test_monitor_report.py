@@ -16,6 +16,7 @@ from reef_harness.monitor.figures import Reading, answers, binned, held_out, rea
 from reef_harness.monitor.gates import DEFAULT
 from reef_harness.monitor.page import page
 from reef_harness.monitor.statistics import ranks
+from reef_harness.types import Item
 
 Json = dict[str, Any]
 
@@ -133,7 +134,7 @@ def write_records(path: Path, *texts: str) -> Path:
     with closing(Records(path, {"driver": "groups"})) as records:
         name = f"p/{records.run}-0"
         group = [replace(rollout("p", index, text, 1.0), group=name) for index, text in enumerate(texts)]
-        records.answered(group)
+        records.answered(Item.from_text("p", "p", "2"), group)
         for each in group:
             records.reported(each)
     return path
@@ -224,6 +225,19 @@ def test_alarms_are_a_figure_and_a_method_s_name_may_be_left_out() -> None:
     assert [result for _, result, _ in checked.results] == ["failed", "passed"]
 
 
+def test_a_part_of_the_reward_is_no_held_out_accuracy_and_has_its_full_name_only() -> None:
+    """The second release was paid 0.95 for accuracy in training, and never evaluated."""
+    run = chain(
+        release(1, accuracy(0.6, 0.55, 0.65), metrics=step(1)),
+        release(2, metrics=step(2, **{"reward/accuracy": 0.95})),
+    )
+    measured, paid = check(run, DEFAULT)
+    assert (measured.eligible, paid.eligible, paid.rank) == (True, False, None)
+    assert best([measured, paid]) is measured
+    (_, named) = check(run, gates(Gate("reward/accuracy", min=0.9)))
+    assert [(result, str(reading)) for _, result, reading in named.results] == [("passed", "0.95")]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -233,6 +247,7 @@ def test_alarms_are_a_figure_and_a_method_s_name_may_be_left_out() -> None:
         ("[gates]\naccuracy = {least = 0.5}", r"gates.accuracy must be"),
         ("[gates]\naccuracy = {min = true}", r"gates.accuracy.min must be a finite number, got True"),
         ("[gates]\naccuracy = {min = nan}", r"finite number"),
+        (f"[gates]\naccuracy = {{min = {10**400}}}", r"finite number"),
         ("[gates]\naccuracy = {min = 0.9, max = 0.1}", r"nothing could pass"),
         ("threshold = 1\n[gates]\naccuracy = {min = 0.5}", r"unknown key 'threshold'"),
         ("[gates", r"not TOML"),
@@ -245,7 +260,8 @@ def test_gates_that_cannot_be_meant_are_refused(tmp_path: Path, text: str, words
 
 
 def test_gates_are_read_with_either_spelling(tmp_path: Path) -> None:
-    (tmp_path / "gates.toml").write_text('best = "pass-at-8"\n[gates]\ntruncation-rate = {max = 0.1}\n')
+    text = 'best = "pass-at-8"\n[gates]\ntruncation-rate = {max = 0.1}\n'
+    (tmp_path / "gates.toml").write_text(text, encoding="utf-8-sig")  # as some editors save it
     assert read_gates(tmp_path / "gates.toml") == Gates((Gate("truncation_rate", max=0.1),), "pass_at_8")
 
 
@@ -283,6 +299,38 @@ def test_the_page_says_what_happened_and_what_is_not_known() -> None:
     assert "the service's status was not asked" in text
 
 
+def test_every_sets_accuracy_is_shown_first_and_what_is_left_out_is_said() -> None:
+    names = ("accuracy", "coverage", "greedy_accuracy", "majority", "pass_at_2", "pass_at_4", "truncated")
+    stored = {
+        f"{start}{name}": {"value": 0.5, "low": 0.4, "high": 0.6} for start in ("", "challenge_") for name in names
+    }
+    run = chain(release(0, {"metrics": stored | {"retention_accuracy": 0.9}, "samples": 4, "temperature": 1.0}))
+    text = page(run, check(run, DEFAULT), DEFAULT, [])
+    shown = ["accuracy", "challenge_accuracy", "retention_accuracy", "greedy_accuracy", "pass_at_4", "majority"]
+    assert cells(text[text.index("## Held-out") :], "release")[2:] == shown
+    assert (
+        "Figures left out, all in run.json: challenge_coverage, challenge_greedy_accuracy, challenge_majority, "
+        "challenge_pass_at_2, challenge_pass_at_4, challenge_truncated, coverage, pass_at_2, truncated." in text
+    )
+
+
+def test_the_best_of_many_eligible_releases_has_a_row() -> None:
+    """Of 40 the fourth is best: neither evenly spaced (0, 4, 7, …) nor among the last six."""
+    run = chain(*(release(n, accuracy(0.9 if n == 3 else 0.5, 0.4, 1.0)) for n in range(40)))
+    limits = gates(Gate("accuracy", min=0.1))
+    text = page(run, check(run, limits), limits, [])
+    assert "Eligible: 40 of 40. **The best by accuracy is r3** (0.9)." in text
+    assert cells(text, "r3 (best)") == ["r3 (best)", "yes", "0.9 [0.4, 1]", "yes"]
+
+
+def test_a_metric_beyond_all_floats_is_no_figure(tmp_path: Path) -> None:
+    entries = [release(1, {"accuracy": 10**400}, metrics=step(1, entropy=10**400))]
+    (tmp_path / "run.json").write_text(json.dumps({"scenario": "sums", "releases": entries}), encoding="utf-8-sig")
+    run = from_file(tmp_path / "run.json")
+    found = readings(run.releases[0], ())
+    assert "accuracy" not in found and "entropy" not in found and found["truncation_rate"].value == 0.0
+
+
 def test_a_chain_without_steps_says_so_and_draws_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"scenario": "sums", "releases": [release(0)]}))
     out = tmp_path / "out"
@@ -292,6 +340,21 @@ def test_a_chain_without_steps_says_so_and_draws_nothing(tmp_path: Path, capsys:
     assert "no release was made by a step" in text
     assert "none is stored on a release" in text
     assert capsys.readouterr().out == "best eligible release: none\n"
+
+
+def test_the_spread_of_the_reward_stays_within_the_rewards_of_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = pytest.importorskip("reef_harness.monitor.plot")
+    monkeypatch.setattr(plot.plt, "close", lambda figure: None)
+    steps = [release(n, metrics=step(n, reward_mean=mean, reward_std=0.4)) for n, mean in ((1, 0.2), (2, 0.9))]
+    run = chain(release(0), *steps)
+    for rollouts, ends in ((None, (-0.2, 1.3)), ((rollout("p", 0, "a", 0.0), rollout("p", 1, "b", 1.0)), (0.0, 1.0))):
+        assert plot.reward(tmp_path / "reward.png", replace(run, rollouts=rollouts))
+        band = plot.plt.gcf().axes[0].collections[0].get_paths()[0].vertices[:, 1]
+        assert (band.min(), band.max()) == pytest.approx(ends)
+    monkeypatch.undo()
+    plot.plt.close("all")
 
 
 def test_a_report_of_a_service_can_be_written_again_from_what_it_kept(service: Any, tmp_path: Path) -> None:
@@ -331,6 +394,11 @@ def test_the_exit_status_says_whether_a_release_is_eligible(tmp_path: Path, caps
     assert capsys.readouterr().out == "best eligible release: r0\n"
     assert main([*command, str(tmp_path / "high.toml")]) == 3
     assert capsys.readouterr().out == "best eligible release: none\n"
+    (tmp_path / "typo.toml").write_text("[gates]\nacuracy = {min = 0.3}\n")
+    assert main([*command, str(tmp_path / "typo.toml")]) == 3
+    sentence = "no release has a figure acuracy; the nearest name is accuracy"
+    assert sentence in capsys.readouterr().err
+    assert f"- {sentence}\n" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_records_add_answers_to_the_page(tmp_path: Path) -> None:
@@ -340,11 +408,25 @@ def test_records_add_answers_to_the_page(tmp_path: Path) -> None:
     assert "by rollout, characters and score: Pearson +1.00" in text
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"scenario": "s"}', '{"scenario": "s", "releases": [{}]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"scenario": "s"}', '{"scenario": "s", "releases": [{}]}', "[" * 100_000]
+)
 def test_a_file_that_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(HarnessError, match=r"run\.json|a release came without"):
         from_file(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"created_at": 10**400}, {"created_at": None}, {"evaluations": 5}, {"alarms": ["accuracy"]}]
+)
+def test_a_release_that_no_page_can_be_written_of_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: Json
+) -> None:
+    entry = release(1, accuracy(0.6, 0.5, 0.7)) | wrong
+    (tmp_path / "run.json").write_text(json.dumps({"scenario": "sums", "releases": [entry]}))
+    assert main(["report", str(tmp_path / "run.json"), "--out", str(tmp_path / "out")]) == 1
+    assert f"r1: {next(iter(wrong))} must be" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_not_taken_for_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:

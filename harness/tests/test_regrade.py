@@ -9,6 +9,7 @@ import pytest
 from reef_harness import FinalGrader, Verdict
 from reef_harness.cli import main
 from reef_harness.evaluation.bank import Bank
+from reef_harness.evaluation.grade import grade
 from reef_harness.evaluation.measure import judge, summarize_bank
 from reef_harness.evaluation.records import Graded, Response
 from reef_harness.evaluation.regrade import disagreement, text_of
@@ -93,6 +94,35 @@ def test_changed_verdicts_are_listed_and_the_selected_answers_compared(bank: Pat
     text = text_of(found)
     assert "Of 12 answers 4 are judged differently" in text
     assert "| in-domain | majority   | 3     | 2            | 1, 2" in text
+
+
+def test_an_answer_that_was_cut_neither_votes_nor_is_picked(bank: Path) -> None:
+    """Of i10's answers "it is 10", which the new grader reads and likes, was cut: left are 10, 3 and 3."""
+    file = bank / "in-domain" / "responses.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row["text"] == "it is 10":
+            row["finish_reason"] = "length"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    opened = Bank.open(bank)
+    asyncio.run(judge(opened, LastNumber()))
+    [new] = summarize_bank(opened, "last-number@7")["in-domain"]
+    assert new.outcomes["correct"] == 8  # the grader's own affair
+    assert new.votes is not None and new.votes.outcomes == {"right": 2, "wrong": 1, "tie": 0, "none": 0}
+    best, majority = disagreement(opened, "final@1", "last-number@7").picks
+    assert best.right["new"] == {"old": 3, "new": 3}
+    assert majority.right["new"] == {"old": 1, "new": 2}
+
+
+def test_where_every_answer_was_cut_nothing_is_picked_though_a_grader_likes_one() -> None:
+    item = Item.from_text("i", "?", "1")
+    cut = [Response("i", n, n, 1.0, "r0", f"c{n}", "it is 1", "length", 5, 9, -1.0) for n in range(2)]
+    verdicts = asyncio.run(grade({"i": item}, cut, LastNumber()))
+    assert [(verdict.outcome, verdict.answer) for verdict in verdicts] == [("correct", None)] * 2
+    [candidates] = by_temperature([item], cut, verdicts).values()
+    found = summarize(candidates, 1.0, 2)
+    assert found.votes is None
+    assert found.best_by_logprob is not None and found.best_by_logprob.value == 0.0
 
 
 def test_the_files_of_the_first_grader_stay_as_they_are(bank: Path) -> None:

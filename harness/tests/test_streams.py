@@ -147,6 +147,97 @@ def test_events_are_read_wherever_the_chunks_are_cut() -> None:
 
     for size in (1, 2, 7, 1000):
         assert asyncio.run(read(size)) == ['{"a":"\u2028"}'.encode(), b"one\ntwo", b"[DONE]"]
+    raw = b"\xef\xbb\xbfdata: 1\n\n\xef\xbb\xbfdata: 2\n\ndata: 3\n\n"
+    for size in (1, 2, 7, 1000):
+        assert asyncio.run(read(size)) == [b"1", b"3"]  # a byte order mark elsewhere is a part of its line
+
+
+def test_a_line_that_comes_in_very_many_pieces_is_put_together_once() -> None:
+    """64 MiB: joined anew for each piece, they would be 32 GiB of copies."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: "
+        for _ in range(1024):
+            yield b"x" * 65536
+        yield b"\n\n"
+
+    async def read() -> list[bytes]:
+        return [data async for data in event_data(chunks())]
+
+    (data,) = asyncio.run(read())
+    assert data == b"x" * 65536 * 1024
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_stream_is_whole_at_done_whenever_its_body_ends(monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+    """Where the body ends soon, the next request goes over the same connection."""
+    monkeypatch.setattr("reef_harness.client._END_S", 0.01 if held else 60.0)
+    chunk = b'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    head += b"x-reef-agent-record-id: c0\r\nx-reef-release-id: r0\r\n\r\n"
+
+    async def run() -> tuple[list[Any], int]:
+        over, ends = asyncio.Event(), []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            ends.append(ended := asyncio.Event())
+            while request := await reader.readline():
+                while (line := await reader.readline()) != b"\r\n":
+                    if line.lower().startswith(b"content-length:"):
+                        length = int(line.split(b":")[1])
+                assert request.startswith(b"POST ")
+                await reader.readexactly(length)
+                writer.write(head + b"%x\r\n%s\r\n" % (len(chunk), chunk))
+                if held:
+                    await over.wait()
+                    break
+                writer.write(b"0\r\n\r\n")
+            writer.close()
+            ended.set()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with Client(url, scenario="sums", retry=QUICK) as client:
+            events = [event for _ in range(2) async for event in client.stream("hi")]
+        over.set()
+        await asyncio.gather(*(ended.wait() for ended in ends))
+        server.close()
+        await server.wait_closed()
+        return events, len(ends)
+
+    events, connections = asyncio.run(run())
+    assert [events[0], events[2]] == [TextDelta(0, "a")] * 2
+    assert [(event.text, event.receipt) for event in (events[1], events[3])] == [("a", "c0")] * 2
+    assert connections == (2 if held else 1)
+
+
+def call_of(*arguments: str, finish_reason: str = "tool_calls") -> tuple[str, ...]:
+    """The arguments of the calls that a stream of calls with these adds up to."""
+    assembly = Assembly("u", "c0", "r0")
+    pieces = [
+        {"index": i, "id": f"k{i}", "function": {"name": "f", "arguments": each}} for i, each in enumerate(arguments)
+    ]
+    choice = {"index": 0, "delta": {"tool_calls": pieces}, "finish_reason": finish_reason}
+    list(assembly.take(json.dumps({"choices": [choice]}).encode()))
+    list(assembly.take(b"[DONE]"))
+    return tuple(call.arguments for call in assembly.completion().choices[0].tool_calls)
+
+
+def test_arguments_of_any_size_and_none_at_all_are_a_call_and_what_cannot_be_read_is_none() -> None:
+    long = '{"n": %s}' % ("1" * 5000)
+    assert call_of(long) == (long,)
+    assert call_of("") == ("",)
+    assert call_of("", finish_reason="length") == ()  # it may have been cut before them
+    assert call_of("{}", "") == ("{}",)  # the one that is whole is why it ended
+    assert call_of("[" * 2000) == ()
+    assert call_of("[" * 5000 + "]" * 5000) == ()  # deeper than the service takes
+
+
+def test_no_error_beside_the_choices_is_no_error_and_brackets_without_end_are_no_chunk() -> None:
+    chunk = {"error": None, "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
+    assert list(Assembly("u", "c0", "r0").take(json.dumps(chunk).encode())) == [TextDelta(0, "a")]
+    with pytest.raises(e.UnexpectedAnswer, match="none of a chat's"):
+        list(Assembly("u", "c0", "r0").take(b"[" * 100_000))
 
 
 @pytest.mark.parametrize("data", [b"{", b"[]", b"3", b'{"choices": 1}', b'{"choices": [{"delta": {}}]}'])

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import multiprocessing
 import os
 import signal
 import threading
@@ -98,7 +99,7 @@ def test_closed_it_says_so_leaves_no_thread_and_ends_who_waits(service: Any) -> 
         time.sleep(0.01)
     client.close()
     client.close()
-    waiting.join(5)
+    waiting.join(60)
     assert len(caught) == 1
     assert "was closed meanwhile" in str(caught[0])
     with pytest.raises(e.Closed, match="is closed"):
@@ -126,7 +127,7 @@ def test_closed_beside_threads_that_ask_all_the_time_every_one_of_them_ends(serv
         time.sleep(0.02)
         client.close()
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         assert [thread for thread in threads if thread.is_alive()] == []
         assert len(ends) == 4
 
@@ -138,7 +139,7 @@ def test_what_is_asked_once_closing_has_begun_is_refused_at_once(service: Any, m
 
     async def slow() -> None:
         closing.set()
-        await asyncio.to_thread(go_on.wait, 5)
+        await asyncio.to_thread(go_on.wait, 60)
         await real()
 
     monkeypatch.setattr(client._client, "close", slow)
@@ -152,18 +153,39 @@ def test_what_is_asked_once_closing_has_begun_is_refused_at_once(service: Any, m
 
     closer, asker = threading.Thread(target=client.close), threading.Thread(target=ask, daemon=True)
     closer.start()
-    assert closing.wait(5)
+    assert closing.wait(60)
     asker.start()
-    asker.join(2)
+    asker.join(60)
     assert len(ends) == 1
     go_on.set()
-    closer.join(5)
+    closer.join(60)
     assert not closer.is_alive()
+
+
+def test_in_a_forked_process_every_call_says_that_the_client_is_of_another(service: Any) -> None:
+    def child() -> None:
+        for call in (client.ready, lambda: client.chat("hi"), client.close, lambda: next(iter(client.stream("hi")))):
+            try:
+                call()
+            except e.Closed as error:
+                assert f"was made in another process, {parent}" in str(error)
+            else:
+                raise AssertionError(call)
+
+    parent = os.getpid()
+    with SyncClient(service.url, scenario="sums") as client:
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+        assert process.exitcode == 0
+        assert client.ready()[0]  # here it goes on
 
 
 def interrupt_once(begun: threading.Event) -> threading.Thread:
     def send() -> None:
-        begun.wait(5)
+        begun.wait(60)
         time.sleep(0.05)  # the main thread waits for the answer by then
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -177,7 +199,7 @@ def test_ctrl_c_within_a_stream_is_a_keyboard_interrupt_and_the_stream_is_over(s
 
     def events(whole: Any, release: str) -> Any:
         begun.set()
-        go_on.wait(5)
+        go_on.wait(60)
         return iter(())
 
     service.events = events
@@ -198,7 +220,7 @@ def test_ctrl_c_while_an_engine_starts_gives_it_back(service: Any) -> None:
     def handle(http: Any) -> None:
         if http.command == "POST":
             send = http.send_response
-            http.send_response = lambda status: (begun.set(), go_on.wait(5), send(status))
+            http.send_response = lambda status: (begun.set(), go_on.wait(60), send(status))
         real(http)
 
     service.handle = handle
@@ -217,6 +239,6 @@ def test_an_engine_lent_to_one_thread_is_given_back_when_another_closes_the_clie
     with pytest.raises(KeyError, match="mine"), client.engine_for("r0"):
         closer = threading.Thread(target=client.close)
         closer.start()
-        closer.join(5)
+        closer.join(60)
         assert service.engines == []
         raise KeyError("mine")

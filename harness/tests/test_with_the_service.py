@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def test_a_stream_that_is_left_ends_on_the_engine(url: str) -> None:
         for _event in client.stream(PROMPT, max_tokens=256, extra={"ignore_eos": True}, session="left"):
             break
         while client.status()["in_flight"]:
-            pass
+            time.sleep(0.01)
         assert client.chat(PROMPT, max_tokens=4).receipt
 
 

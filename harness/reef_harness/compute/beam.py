@@ -13,6 +13,7 @@ from reef_harness.compute.asker import Asker, Sample
 from reef_harness.compute.best_of import best
 from reef_harness.compute.consistency import Read
 from reef_harness.compute.outcome import Candidate, Outcome, StoppedBy
+from reef_harness.compute.scores import finite
 from reef_harness.errors import UnexpectedAnswer
 from reef_harness.types import Item, Json
 
@@ -44,10 +45,11 @@ Verify = Callable[[Item, Partial], float]
 class Beam:
     """How the search is done.
 
-    Of equal scores the one sampled first stays. With ``floor``, candidates that score below it are dropped; where that
-    leaves nothing to go on with, the same answers are continued once more, and after ``patience`` such rounds in a row
-    the search begins again at the prompt: a bad beginning need not show at once. A whole answer that scores ``accept``
-    ends the search. ``rounds`` limits how often the beams are continued. Raises ValueError for numbers below 1.
+    Of equal scores the one sampled first stays. With ``floor``, candidates that score below it are dropped, and none of
+    them is chosen; where that leaves nothing to go on with, the same answers are continued once more, and after
+    ``patience`` such rounds in a row the search begins again at the prompt: a bad beginning need not show at once. A
+    whole answer that scores ``accept`` ends the search. ``rounds`` limits how often the beams are continued. Raises
+    ValueError for numbers below 1, and for an ``accept`` below the ``floor``.
     """
 
     boundary: str
@@ -61,6 +63,12 @@ class Beam:
     def __post_init__(self) -> None:
         if not self.boundary or min(self.width, self.expansions, self.rounds, self.patience) < 1:
             raise ValueError(f"a beam needs a boundary, and numbers of at least 1: {self}")
+        if self.floor is not None and self.accept is not None and not self.accept >= self.floor:
+            raise ValueError(f"what is accepted must not be dropped: accept {self.accept} is below floor {self.floor}")
+
+    def drops(self, score: float | None) -> bool:
+        """Whether an answer, or part of one, with this score is dropped."""
+        return self.floor is not None and score is not None and score < self.floor
 
 
 async def beam_search(asker: Asker, item: Item, read: Read, verify: Verify, how: Beam) -> Outcome:
@@ -71,7 +79,8 @@ async def beam_search(asker: Asker, item: Item, read: Read, verify: Verify, how:
     search = _Search(asker, item, read, verify, how)
     stopped_by = await search.run()
     trace = tuple(search.whole)
-    return Outcome(item.id, best(list(trace)), asker.spent, stopped_by, trace)
+    kept = [each for each in trace if not how.drops(each.score)]
+    return Outcome(item.id, best(kept), asker.spent, stopped_by, trace)
 
 
 class _Search:
@@ -91,7 +100,7 @@ class _Search:
                 found += self._score(beam, samples)
                 if self._accepted():
                     return "accepted"
-            good = [each for each in found if self._how.floor is None or each.score >= self._how.floor]
+            good = [each for each in found if not self._how.drops(each.score)]
             open_ = _distinct([each for each in good if not each.whole])
             if not open_ and any(each.whole for each in good):
                 return "complete"
@@ -121,7 +130,7 @@ class _Search:
             if sample.finish_reason != "stop":
                 continue
             partial = _join(beam, sample, self._how.boundary)
-            partial = replace(partial, score=self._verify(self._item, partial))
+            partial = replace(partial, score=finite(self._verify(self._item, partial), self._item))
             found.append(partial)
             if partial.whole:
                 read = self._read(partial.text)

@@ -3,7 +3,7 @@
 from reef_harness.compute.asker import Asker
 from reef_harness.compute.consistency import Read, candidate_of
 from reef_harness.compute.outcome import Candidate, Outcome, StoppedBy
-from reef_harness.compute.scores import Scorer
+from reef_harness.compute.scores import Scorer, finite
 from reef_harness.errors import HarnessError
 from reef_harness.types import Item
 
@@ -16,7 +16,7 @@ async def best_of(
     With ``accept``, the first answer that scores at least that ends the search: where it is the highest score that
     there can be, the choice is the same as without it, for less. Answers that were cut are not scored; where all were,
     nothing is chosen. Raises HarnessError where there are whole answers and none of them could be scored (the scorer
-    fails, not the model), ValueError for ``samples`` below 1.
+    fails, not the model) or one has a score that is no finite number, ValueError for ``samples`` below 1.
     """
     if samples < 1:
         raise ValueError(f"best of n needs at least 1 sample, got {samples}")
@@ -29,6 +29,8 @@ async def best_of(
             break
         sample = found[0]
         value = await score(item, sample) if sample.finish_reason == "stop" else None
+        if value is not None:
+            finite(value, item)
         trace.append(candidate_of(sample, read, value))
         if accept is not None and value is not None and value >= accept:
             stopped_by = "accepted"

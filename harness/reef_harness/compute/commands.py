@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +20,12 @@ from reef_harness.compute.consistency import self_consistency
 from reef_harness.compute.outcome import Outcome, releases_of
 from reef_harness.compute.revision import changes, revise
 from reef_harness.compute.routing import route
-from reef_harness.compute.run import Method, credit, rows_table, run_each, seed_of, summarize
+from reef_harness.compute.run import Method, credit, rows_table, run_each, seed_of, summarize, told_of
 from reef_harness.compute.scores import Scorer, by_judge, by_logprob_mean, by_logprob_sum, by_verifier
 from reef_harness.evaluation.items import read_items
 from reef_harness.graders import Grader
-from reef_harness.graders.named import grader_of
+from reef_harness.graders.named import grader_of, module_of
+from reef_harness.progress import OutcomeBar
 from reef_harness.types import Item
 
 SCORERS: dict[str, Scorer] = {"logprob-sum": by_logprob_sum, "logprob-mean": by_logprob_mean}
@@ -45,15 +45,17 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     beam = _add(methods, "beam", "beam search over segments of an answer, led by a verifier", samples=False)
     beam.add_argument("--verifier", required=True, help=f"{FUNCTION}: (item, partial answer) -> score")
     beam.add_argument("--boundary", required=True, help="the text that ends a segment")
-    beam.add_argument("--width", type=int, default=2)
-    beam.add_argument("--expansions", type=int, default=2, help="of each beam")
+    beam.add_argument("--width", type=int, default=2, help="beams that are kept (default: %(default)s)")
+    beam.add_argument("--expansions", type=int, default=2, help="continuations of each beam (default: %(default)s)")
     beam.add_argument("--floor", type=float, help="drop what scores below")
     beam.add_argument("--accept", type=float, help="end with the first whole answer that scores at least this")
     revision = _add(methods, "revise", "answer again after what a checker found", samples=False)
     revision.add_argument("--checker", required=True, help=f"{FUNCTION}: (item, sample) -> text, or None")
-    revision.add_argument("--rounds", type=int, default=2)
+    revision.add_argument(
+        "--rounds", type=int, default=2, help="further answers to an item at most (default: %(default)s)"
+    )
     routing = _add(methods, "route", "more samples where the first ones disagree; the budget is shared by all items")
-    routing.add_argument("--first", type=int, default=3, help="samples that every item gets")
+    routing.add_argument("--first", type=int, default=3, help="answers that every item gets (default: %(default)s)")
     # No budget: items with long answers would have fewer of them, and the last one cut.
     _add(methods, "coverage", "how often one of k answers is right, and where more brings little", budget=False)
 
@@ -72,17 +74,21 @@ def _add(
     parser.add_argument("--items", type=Path, required=True, help="JSONL, as for evaluate")
     parser.add_argument("--grader", required=True, help="see reef-harness graders; its reading of answers votes")
     if samples:
-        parser.add_argument("--samples", type=int, default=8, help="answers to an item at most")
+        parser.add_argument("--samples", type=int, default=8, help="answers to an item at most (default: %(default)s)")
     parser.set_defaults(budget=None, least=None)
     if budget:
         parser.add_argument("--budget", type=int, metavar="TOKENS", help="sampled tokens for an item at most")
         parser.add_argument("--least", type=int, help="with --budget: no answer that could get fewer tokens (1)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of one answer")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="tokens of one answer at most (default: %(default)s)"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="that the seeds of all answers are made of (default: %(default)s)"
+    )
     parser.add_argument("--release", help="ask this one, whatever is served")
     parser.add_argument("--limit", type=int, help="only the first so many items")
-    parser.add_argument("--concurrency", type=int, default=64, help="items at a time")
+    parser.add_argument("--concurrency", type=int, default=64, help="items at a time (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a new JSONL file: each outcome as it ends, with its answers")
     parser.set_defaults(run=_compute)
     return parser
@@ -99,12 +105,20 @@ async def _compute_all(arguments: argparse.Namespace) -> int:
     for complaint in complaints:
         _say(f"left out: {complaint}")
     items = items[: arguments.limit]
+    method = _method(arguments, grader)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(await service.connect(arguments))
         if arguments.release is not None:
             await stack.enter_async_context(client.engine_for(arguments.release))
         keep = stack.enter_context(_kept(arguments.out)) if arguments.out else None
-        outcomes = await _run(arguments, client, items, grader, keep)
+        bar = stack.enter_context(OutcomeBar(len(items), arguments.method))
+
+        def ended(outcome: Outcome) -> None:
+            if keep:
+                keep(outcome)
+            bar(outcome)
+
+        outcomes = await _run(arguments, client, items, grader, method, ended)
     if arguments.out:
         _say(f"wrote {arguments.out}")
     return await _tell(arguments, items, outcomes, grader)
@@ -114,6 +128,15 @@ def _check(arguments: argparse.Namespace) -> None:
     """Before anything is asked for. Raises ValueError for what means nothing, FileExistsError for outcomes there."""
     if arguments.concurrency < 1:
         raise ValueError(f"concurrency must be at least 1, got {arguments.concurrency}")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ValueError(f"limit must be at least 1, got {arguments.limit}")
+    if arguments.max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {arguments.max_tokens}")
+    if arguments.method == "revise" and arguments.rounds < 0:
+        raise ValueError(f"rounds must be at least 0, got {arguments.rounds}")
+    _budget(arguments)
+    if arguments.method == "route" and arguments.budget is None:
+        raise ValueError("route shares out a budget: --budget TOKENS says how much for an item on average")
     if arguments.least is not None and arguments.budget is None:
         raise ValueError("--least says what is too little to be left of a --budget, and there is none")
     if arguments.out and arguments.out.exists() and arguments.out.stat().st_size:
@@ -138,12 +161,11 @@ async def _run(
     client: Client,
     items: Sequence[Item],
     grader: Grader,
-    keep: Callable[[Outcome], None] | None,
+    method: Method,
+    progress: Callable[[Outcome], None],
 ) -> list[Outcome]:
     make = partial(_asker, arguments, client)
     if arguments.method == "route":
-        if arguments.budget is None:
-            raise ValueError("route shares out a budget: --budget TOKENS says how much for an item on average")
         return await route(
             [make(item) for item in items],
             items,
@@ -153,17 +175,21 @@ async def _run(
             most=arguments.samples,
             least=arguments.least or 1,
             concurrency=arguments.concurrency,
-            progress=keep,
+            progress=progress,
         )
-    method = _method(arguments, grader)
-    return await run_each(items, make, method, concurrency=arguments.concurrency, progress=keep)
+    return await run_each(items, make, method, concurrency=arguments.concurrency, progress=progress)
+
+
+def _budget(arguments: argparse.Namespace) -> Budget:
+    """Of an item. Raises ValueError for numbers below 1."""
+    samples = arguments.samples if arguments.method in ("vote", "best-of", "coverage") else None
+    return Budget(arguments.budget, samples, arguments.least or 1)
 
 
 def _asker(arguments: argparse.Namespace, client: Client, item: Item) -> Asker:
-    samples = arguments.samples if arguments.method in ("vote", "best-of", "coverage") else None
     return Asker(
         client,
-        Budget(arguments.budget, samples, arguments.least or 1),
+        _budget(arguments),
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         seed=seed_of(arguments.seed, item),
@@ -208,9 +234,11 @@ async def _tell(
         if outcome.error:
             _say(f"{outcome.item}: {outcome.error}")
     if arguments.method == "coverage":
-        print(coverage.text_of(await coverage.counts(items, outcomes, grader)))
+        print(coverage.text_of(await coverage.counts(items, outcomes, grader, say=_say)))
         return 0
     row = await summarize(arguments.method, items, outcomes, grader)
+    for line in told_of(row.unjudged):
+        _say(line)
     print(rows_table([row]))
     print("stopped by: " + ", ".join(f"{name} {count}" for name, count in sorted(row.stopped_by.items())))
     if arguments.method == "revise":
@@ -248,10 +276,8 @@ def function_of(spec: str) -> Callable[..., Any]:
     module_name, colon, name = spec.partition(":")
     if not colon:
         raise ValueError(f"expected MODULE:NAME, got {spec!r}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
+        found = getattr(module_of(module_name), name, None)
     except ImportError as error:
         raise ValueError(f"{spec}: {error}") from error
     if not callable(found):

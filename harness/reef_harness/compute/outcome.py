@@ -7,7 +7,7 @@ from typing import Literal
 
 from reef_harness.types import Json
 
-StoppedBy = Literal["samples", "budget", "decided", "accepted", "complete", "rounds", "error"]
+StoppedBy = Literal["samples", "budget", "decided", "agreed", "accepted", "complete", "rounds", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ class Outcome:
     none where nothing could be chosen. ``trace`` holds every candidate in the order in which it came.
 
     ``stopped_by``: ``samples`` (as many as were asked for), ``budget`` (no further request fits), ``decided`` (the rest
-    could not have changed the vote), ``accepted`` (a verifier or checker said yes), ``complete`` (no beam is left to go
-    on), ``rounds`` (as many as were allowed), ``error`` (``error`` says which).
+    could not have changed the vote), ``agreed`` (routing: the first samples say the same, and get no more),
+    ``accepted`` (a verifier or checker said yes), ``complete`` (no beam is left to go on), ``rounds`` (as many as were
+    allowed), ``error`` (``error`` says which).
     """
 
     item: str

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from reef_harness.compute.asker import Asker, Budget
@@ -11,6 +12,7 @@ from reef_harness.compute.outcome import Candidate, Outcome
 from reef_harness.compute.run import failed
 from reef_harness.compute.votes import Votes
 from reef_harness.errors import HarnessError
+from reef_harness.together import together
 from reef_harness.types import Item
 
 
@@ -55,11 +57,11 @@ async def route(
             progress(outcome)
         return outcome
 
-    drawn = await asyncio.gather(*map(draw, askers, items))
+    drawn = await together(map(draw, askers, items))
     left = tokens - sum(asker.spent.sampled_tokens for asker in askers)
     for asker, more in zip(askers, share_out([_need(found) for found in drawn], left), strict=True):
         asker.limit(Budget(max(1, asker.spent.sampled_tokens + more), most, least))
-    return await asyncio.gather(*map(vote, askers, items, drawn))
+    return await together(map(vote, askers, items, drawn))
 
 
 Drawn = list[Candidate] | HarnessError
@@ -86,10 +88,12 @@ def _need(drawn: Drawn) -> float:
 async def _vote(asker: Asker, item: Item, drawn: Drawn, read: Read, most: int) -> Outcome:
     if isinstance(drawn, HarnessError):
         return failed(item, asker, drawn)
+    agreed = 0 < len(drawn) < most and _need(drawn) == 0
     try:
-        return await self_consistency(asker, item, read, most if _need(drawn) > 0 else max(1, len(drawn)), drawn=drawn)
+        outcome = await self_consistency(asker, item, read, len(drawn) if agreed else most, drawn=drawn)
     except HarnessError as error:
         return failed(item, asker, error)
+    return replace(outcome, stopped_by="agreed") if agreed else outcome
 
 
 def share_out(weights: Sequence[float], amount: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 import asyncio
 import hashlib
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reef_harness.compute.asker import Asker
@@ -11,10 +11,12 @@ from reef_harness.compute.outcome import Candidate, Outcome, Spent, releases_of,
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.intervals import Figure, by_item
 from reef_harness.evaluation.table import share, table
-from reef_harness.graders import Grader
+from reef_harness.graders import Grader, Verdict
+from reef_harness.together import together
 from reef_harness.types import Item
 
 Method = Callable[[Asker, Item], Awaitable[Outcome]]
+_SHOWN = 3  # items named of those that could not be judged for one reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Row:
 
     ``accuracy`` is over the items that were answered and graded, None where there is none; items in ``errors`` could
     not be asked or judged, and are left out. ``expected`` is what a closed form says, where there is one. ``releases``
-    counts the candidates that each release answered: where there are several, the row is of none of them.
+    counts the candidates that each release answered: where there are several, the row is of none of them. ``unjudged``
+    names the items whose answer could not be judged, by the verdict's reason (``no_gold``).
     """
 
     method: str
@@ -36,6 +39,7 @@ class Row:
     stopped_by: dict[str, int]
     expected: float | None = None
     releases: dict[str, int] = field(default_factory=dict)
+    unjudged: dict[str, list[str]] = field(default_factory=dict)
 
 
 def seed_of(seed: int, item: Item) -> int:
@@ -59,14 +63,13 @@ async def run_each(
     """``method`` on every item with an asker of its own, ``concurrency`` items at a time.
 
     A request that fails ends its item with an ``error``, and the others go on. ``progress`` gets each outcome as it
-    ends. Raises ValueError for a ``concurrency`` below 1.
+    ends. Raises ValueError for a ``concurrency`` below 1, and what ``make``, ``method`` and ``progress`` raise.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be at least 1, got {concurrency}")
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(item: Item) -> Outcome:
-        asker = make(item)
+    async def one(item: Item, asker: Asker) -> Outcome:
         async with slots:
             try:
                 outcome = await method(asker, item)
@@ -76,17 +79,33 @@ async def run_each(
             progress(outcome)
         return outcome
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(item)) for item in items]
-    return [task.result() for task in tasks]
+    askers = [make(item) for item in items]  # what means nothing is refused before any of them asks
+    return await together(map(one, items, askers))
 
 
 async def credit(item: Item, chosen: Sequence[Candidate], grader: Grader) -> float | None:
     """The chance that a random one of the chosen is right, 0 for none; None where one of them cannot be judged."""
-    verdicts = [await grader.judge(item, each.text, each.finish_reason) for each in chosen]
+    return _credit(await judged(item, chosen, grader))
+
+
+async def judged(item: Item, candidates: Sequence[Candidate], grader: Grader) -> list[Verdict]:
+    """A verdict of each candidate."""
+    return [await grader.judge(item, each.text, each.finish_reason) for each in candidates]
+
+
+def _credit(verdicts: Sequence[Verdict]) -> float | None:
     if not all(verdict.graded for verdict in verdicts):
         return None
     return sum(verdict.correct for verdict in verdicts) / len(verdicts) if verdicts else 0.0
+
+
+def unjudged_of(pairs: Iterable[tuple[Item, Sequence[Verdict]]]) -> dict[str, list[str]]:
+    """The items that have a verdict without a score, by the reason of the first of them."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for item, verdicts in pairs:
+        if reason := next((verdict.reason_code for verdict in verdicts if not verdict.graded), None):
+            found[reason].append(item.id)
+    return dict(found)
 
 
 async def summarize(
@@ -96,8 +115,8 @@ async def summarize(
     if outcomes and all(outcome.error for outcome in outcomes):
         raise HarnessError(f"{name}: none of {len(outcomes)} items could be answered; the first: {outcomes[0].error}")
     asked = [pair for pair in zip(items, outcomes, strict=True) if pair[1].error is None]
-    credits = [await credit(item, outcome.chosen, grader) for item, outcome in asked]
-    known = [value for value in credits if value is not None]
+    verdicts = [await judged(item, outcome.chosen, grader) for item, outcome in asked]
+    known = [value for each in verdicts if (value := _credit(each)) is not None]
     return Row(
         name,
         by_item(known) if known else None,
@@ -109,7 +128,21 @@ async def summarize(
         dict(Counter(outcome.stopped_by for outcome in outcomes)),
         expected,
         dict(releases_of(outcomes)),
+        unjudged_of(zip((item for item, _ in asked), verdicts, strict=True)),
     )
+
+
+def told_of(unjudged: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each reason, for people: the first items, and how many there are."""
+    return [
+        f"{reason}: {_items(len(ids))} could not be judged: {', '.join(ids[:_SHOWN])}"
+        + (", ..." if len(ids) > _SHOWN else "")
+        for reason, ids in sorted(unjudged.items())
+    ]
+
+
+def _items(count: int) -> str:
+    return "1 item" if count == 1 else f"{count} items"
 
 
 HEAD = ("method", "accuracy", "expected", "sampled tokens", "prompt tokens", "requests", "ties", "none", "errors")

@@ -13,6 +13,13 @@ Scorer = Callable[[Item, Sample], Awaitable[float | None]]
 """Higher is better; None: it could not be scored, and cannot be chosen."""
 
 
+def finite(score: float, item: Item) -> float:
+    """The same score. Raises HarnessError for one that is no finite number: NaN is neither above nor below another."""
+    if not math.isfinite(score):
+        raise HarnessError(f"an answer to item {item.id!r} got the score {score}: expected a finite number")
+    return score
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceScore:
     """Log-probability of an answer under the model that sampled it, in nats."""

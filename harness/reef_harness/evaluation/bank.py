@@ -26,7 +26,7 @@ from reef_harness.evaluation.sample import Settings
 from reef_harness.types import Item, Json
 
 FORMAT = 1
-_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # with a dot it could be that of a file beside it: summary.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class Bank:
             else:
                 there._go_on(asked)
                 bank = there
-        elif path.exists() and any(path.iterdir()):
+        elif path.exists() and any(each.name != "run.json.new" for each in path.iterdir()):
             raise HarnessError(f"{path} is no evaluation's directory and not empty")
         path.mkdir(parents=True, exist_ok=True)
+        bank._rest["url"] = url
+        bank.save()  # first of all: what is left by a crash is an evaluation's directory
         for name in bank.asked.sets:
             bank._keep_items(name)
-        bank._rest["url"] = url
-        bank.save()
         return bank
 
     @classmethod
@@ -86,6 +86,8 @@ class Bank:
         """The bank that is there. Raises HarnessError where there is none that can be read."""
         try:
             run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+            if not isinstance(run, dict):
+                raise ValueError(f"expected an object, got {type(run).__name__}")
             if run.pop("format") != FORMAT:
                 raise ValueError("it has another format")
             asked = Asked(
@@ -96,7 +98,7 @@ class Bank:
             )
         except FileNotFoundError:
             raise HarnessError(f"{path} holds no evaluation (no run.json)") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise HarnessError(f"{path / 'run.json'} cannot be read: {error}") from None
         return cls(path, asked, run)
 
@@ -175,11 +177,15 @@ class Bank:
         return self.path / name / f"verdicts-{quote(grader, safe='@.')}.jsonl"
 
     def verdicts(self, name: str, grader: str) -> list[Graded]:
-        """A grader's verdicts on a set. Raises HarnessError where it has not judged it."""
+        """A grader's verdicts on a set. Raises HarnessError where it has not judged it, every answer that is there."""
         file = self.verdicts_file(name, grader)
         if not file.exists():
             raise HarnessError(f"{self.path}: {name} was not graded by {grader}, only by {', '.join(self.graders())}")
-        return read_graded(file)
+        found = read_graded(file)
+        judged = {verdict.key for verdict in found}
+        if lacking := sum(each.is_answer and each.key not in judged for each in self.responses(name)):
+            raise HarnessError(f"{self.path}: {lacking} answers to {name} were not graded by {grader}: regrade them")
+        return found
 
     def graders(self) -> list[str]:
         """The graders that judged every set, as id@version; the first is the evaluation's own."""
@@ -262,7 +268,7 @@ def items_file(path: Path) -> tuple[ItemsFile, list[Item], list[str]]:
 def check_set_name(name: str) -> str:
     """A set's name, which is a directory's, too. Raises ValueError for one that is none."""
     if not _SET_NAME.fullmatch(name):
-        raise ValueError(f"a set's name has letters, digits, '.', '_' and '-', got {name!r}")
+        raise ValueError(f"a set's name has letters, digits, '_' and '-', got {name!r}")
     return name
 
 
@@ -297,5 +303,8 @@ def _differences(before: Asked, after: Asked) -> str:
         if one is None or other is None:
             found.append(f"set {name} is only in {'the new' if one is None else 'the old'} one")
         elif one.sha256 != other.sha256:
-            found.append(f"the items of {name} were changed")
+            moved = one.path != other.path
+            found.append(
+                f"the items of {name} {f'are those of {one.path}, not {other.path}' if moved else 'were changed'}"
+            )
     return "; ".join(found)

@@ -2,21 +2,24 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from reef_harness.evaluation.intervals import wilson
 
 BINS = 10
+_Pair = tuple[float, float, Hashable]  # score, 1 or 0 for right or wrong, item
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Scores from low to high: their number, mean, share right and its Wilson interval."""
+    """Scores from low to high: how many of how many items, their mean, the share right and its interval."""
 
     low: float
     high: float
     count: int
+    items: int
     mean_score: float
     share_right: float
     share_low: float
@@ -43,17 +46,28 @@ class Calibration:
 
 
 def calibration(
-    scores: Sequence[float], right: Sequence[bool], bins: int = BINS, *, equal_counts: bool = False
+    scores: Sequence[float],
+    right: Sequence[bool],
+    bins: int = BINS,
+    *,
+    equal_counts: bool = False,
+    items: Sequence[Hashable] | None = None,
 ) -> Calibration:
     """Judge ``scores`` by whether each answer was right, over ``bins`` bins of equal width; empty ones are left out.
 
     With ``equal_counts`` bins hold as many scores each, as near as equal scores allow: for scores that lie close.
+    ``items`` says which item each answer is to (None: each to one of its own). Answers to one item are not independent:
+    a bin's interval is Wilson's, with as many trials as its answers are worth where those to one item are all alike.
+    The variance of their mean is then p (1 - p) (sum of n²) / (sum of n)², n being the answers to an item, and the
+    trials are (sum of n)² / (sum of n²). Nothing varies more, so it is rather too wide.
 
     Sources: G. W. Brier, Monthly Weather Review 78 (1950) 1; A. H. Murphy, J. Appl. Meteorology 12 (1973) 595; the
     within-bin term: Stephenson et al., Weather and Forecasting 23 (2008) 752; expected calibration error: Naeini et
-    al., AAAI (2015). Raises ValueError for a score outside [0, 1], for no pairs, or for sides of different length.
+    al., AAAI (2015); the number of trials, as an effective size: L. Kish, Survey Sampling (1965). Raises ValueError
+    for a score outside [0, 1], for no pairs, or for sides of different length.
     """
-    if len(scores) != len(right) or not scores:
+    of = range(len(scores)) if items is None else items
+    if not len(scores) == len(right) == len(of) or not scores:
         raise ValueError(f"calibration needs pairs of score and outcome, got {len(scores)} and {len(right)}")
     if bins < 1:
         raise ValueError(f"calibration needs at least one bin, got {bins}")
@@ -61,11 +75,11 @@ def calibration(
         if not 0.0 <= score <= 1.0:  # false for NaN, too
             raise ValueError(f"a score must be within [0, 1] to be read as a chance, got {score} (pair {position + 1})")
     total = len(scores)
-    pairs = [(score, float(hit)) for score, hit in zip(scores, right, strict=True)]
+    pairs = [(score, float(hit), item) for score, hit, item in zip(scores, right, of, strict=True)]
     edges = _equal_counts(scores, bins) if equal_counts else [number / bins for number in range(bins + 1)]
     filled = [_bin(group, *ends) for ends, group in _grouped(pairs, edges)]
-    base = sum(hit for _, hit in pairs) / total
-    brier = math.fsum((score - hit) ** 2 for score, hit in pairs) / total
+    base = sum(hit for _, hit, _ in pairs) / total
+    brier = math.fsum((score - hit) ** 2 for score, hit, _ in pairs) / total
     reliability = math.fsum(each.count * (each.mean_score - each.share_right) ** 2 for each in filled) / total
     resolution = math.fsum(each.count * (each.share_right - base) ** 2 for each in filled) / total
     uncertainty = base * (1 - base)
@@ -92,18 +106,18 @@ def _equal_counts(scores: Sequence[float], bins: int) -> list[float]:
     return sorted({ordered[0], *inner, ordered[-1]})
 
 
-def _grouped(
-    pairs: Sequence[tuple[float, float]], edges: Sequence[float]
-) -> list[tuple[tuple[float, float], list[tuple[float, float]]]]:
+def _grouped(pairs: Sequence[_Pair], edges: Sequence[float]) -> list[tuple[tuple[float, float], list[_Pair]]]:
     """The pairs by bin, with its ends: a score on an edge is in the bin above it, one on the last edge in the last."""
-    groups: dict[int, list[tuple[float, float]]] = {}
+    groups: dict[int, list[_Pair]] = {}
     last = max(len(edges) - 2, 0)
-    for score, hit in pairs:
-        groups.setdefault(min(bisect_right(edges, score) - 1, last), []).append((score, hit))
+    for pair in pairs:
+        groups.setdefault(min(bisect_right(edges, pair[0]) - 1, last), []).append(pair)
     return [((edges[i], edges[min(i + 1, len(edges) - 1)]), group) for i, group in sorted(groups.items())]
 
 
-def _bin(group: Sequence[tuple[float, float]], low: float, high: float) -> Bin:
-    hits = int(sum(hit for _, hit in group))
-    mean = math.fsum(score for score, _ in group) / len(group)
-    return Bin(low, high, len(group), mean, hits / len(group), *wilson(hits, len(group)))
+def _bin(group: Sequence[_Pair], low: float, high: float) -> Bin:
+    share = sum(hit for _, hit, _ in group) / len(group)
+    mean = math.fsum(score for score, _, _ in group) / len(group)
+    answers = Counter(item for _, _, item in group)
+    trials = len(group) ** 2 / sum(count * count for count in answers.values())
+    return Bin(low, high, len(group), len(answers), mean, share, *wilson(share * trials, trials))

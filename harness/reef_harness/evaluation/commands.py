@@ -4,7 +4,8 @@ import argparse
 import asyncio
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import quote
@@ -43,7 +44,9 @@ def _add_figures(parser: argparse.ArgumentParser) -> None:
 def _add_grading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grader", required=True, help="see reef-harness graders")
     # Graders that run code have limits of time: more of them than CPUs would make right answers late.
-    parser.add_argument("--grade-at-once", type=int, default=os.cpu_count() or 1, help="answers (default: CPUs)")
+    parser.add_argument(
+        "--grade-at-once", type=int, default=os.cpu_count() or 1, help="answers graded at a time (default: CPUs)"
+    )
 
 
 # ---- evaluate
@@ -57,14 +60,20 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     _add_grading(parser)
     parser.add_argument("--out", type=Path, required=True, help="directory; one that is there is gone on with")
     parser.add_argument("--release", help="evaluate this one, whatever is served (default: whichever is served)")
-    parser.add_argument("--samples", type=int, default=1, help="answers to each item")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--samples", type=int, default=1, help="answers to each item (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (default: %(default)g)")
     parser.add_argument("--greedy", action="store_true", help="one greedy answer to each item besides")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0, help="of the first request; each has one of its own")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="of each answer; longer is cut (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first request; each has one of its own (%(default)s)"
+    )
     parser.add_argument("--logprobs", action="store_true", help="keep each answer's log-probability")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests at a time")
-    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of each answer")
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at a time (default: %(default)s)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=TIMEOUT_S, help="seconds for an answer (default: %(default)g)"
+    )
     parser.add_argument("--store", action="store_true", help="store the result on the release")
     _add_figures(parser)
     parser.set_defaults(run=_evaluate)
@@ -81,7 +90,12 @@ def _named_file(text: str) -> tuple[str, Path]:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    return asyncio.run(_evaluate_all(arguments))
+    try:
+        return asyncio.run(_evaluate_all(arguments))
+    except KeyboardInterrupt:
+        if (arguments.out / "run.json").exists():
+            _say(f"what was answered is kept in {arguments.out}: the same command goes on")
+        raise
 
 
 async def _evaluate_all(arguments: argparse.Namespace) -> int:
@@ -99,8 +113,7 @@ async def _evaluate_all(arguments: argparse.Namespace) -> int:
     sets = _read_sets([(IN_DOMAIN, arguments.items), *arguments.sets])
     async with await service.connect(arguments, timeout_s=arguments.timeout_s) as client:
         asked = Asked(client.scenario or "", arguments.release, settings, sets)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with holding(arguments.out):
+        with _held(arguments.out):
             # The release first: where there is none such, nothing is written.
             async with client.engine_for(arguments.release) if arguments.release else nullcontext():
                 bank = Bank.begin(arguments.out, asked, client.url)
@@ -112,6 +125,19 @@ async def _evaluate_all(arguments: argparse.Namespace) -> int:
             await client.store_evaluation(release, measure.stored_summary(bank, by, found))
             _say(f"stored on release {release}")
     return 0 if _all_measured(bank, by, found) else 1
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """The directory, nobody else's within the block. Made where it was not there, and gone again if nothing came in."""
+    made = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    with holding(out):
+        try:
+            yield
+        finally:
+            if made and not any(out.iterdir()):
+                out.rmdir()
 
 
 def _check_at_least_one(name: str, value: int) -> None:
@@ -170,7 +196,11 @@ def _regrade(arguments: argparse.Namespace) -> int:
 def _regrade_held(arguments: argparse.Namespace) -> int:
     bank = Bank.open(arguments.dir)
     old = bank.grader(arguments.against)
-    new = asyncio.run(measure.judge(bank, grader_of(arguments.grader), at_once=arguments.grade_at_once))
+    grader = grader_of(arguments.grader)
+    if f"{grader.id}@{grader.version}" != old:
+        for name in bank.asked.sets:
+            bank.verdicts(name, old)  # what cannot be compared afterwards is said before anybody judges
+    new = asyncio.run(measure.judge(bank, grader, at_once=arguments.grade_at_once))
     found = _write(bank, new, arguments.figures)
     if new == old:
         _say(f"{new} judged these answers before: there is nothing to compare it with")
@@ -193,7 +223,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("second", type=Path, metavar="DIR_B", help="of another on the same items: after")
     parser.add_argument("--grader", help="whose verdicts (default: the first evaluation's own)")
     parser.add_argument("--intersection", action="store_true", help="where items differ, compare those that do not")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="directory (default: DIR_B/compare)")
     _add_figures(parser)
     parser.set_defaults(run=_compare)
@@ -252,12 +282,14 @@ def _draw_compared(out: Path, found: list[compare.Comparison], names: tuple[str,
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="FILE|DIR", help="JSONL of {score, correct}, or an evaluation")
     parser.add_argument(
-        "--scorer", default=scorer.LOGPROB, help="of an evaluation: logprob, or a grader that judged it"
+        "source", type=Path, metavar="FILE|DIR", help="JSONL of {score, correct, item?}, or an evaluation"
+    )
+    parser.add_argument(
+        "--scorer", default=scorer.LOGPROB, help="of an evaluation: logprob (default), or a grader that judged it"
     )
     parser.add_argument("--truth", help="of an evaluation: the grader that is believed (default: its own)")
-    parser.add_argument("--bins", type=int, default=BINS)
+    parser.add_argument("--bins", type=int, default=BINS, help="how many spans of scores (default: %(default)s)")
     parser.add_argument("--equal-counts", action="store_true", help="bins of as many scores each, not of equal width")
     parser.add_argument("--out", type=Path, help="directory (default: FILE's, or DIR)")
     parser.set_defaults(run=_calibrate)
@@ -291,7 +323,9 @@ def _pairs_of_bank(bank: Bank, by: str, truth: str | None) -> list[tuple[str, st
 
 
 def _calibrate_one(out: Path, stem: str, title: str, pairs: scorer.Pairs, arguments: argparse.Namespace) -> None:
-    found = calibration(pairs.scores, pairs.right, arguments.bins, equal_counts=arguments.equal_counts)
+    found = calibration(
+        pairs.scores, pairs.right, arguments.bins, equal_counts=arguments.equal_counts, items=pairs.items
+    )
     write_json(out / f"{stem}.json", {"title": title, "left_out": pairs.left_out, **asdict(found)})
     text = scorer.text_of(found, pairs, title)
     (out / f"{stem}.md").write_text(text, encoding="utf-8")
@@ -312,7 +346,12 @@ def _calibrate_one(out: Path, stem: str, title: str, pairs: scorer.Pairs, argume
 def _add_contamination(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("train", type=Path, metavar="TRAIN", help="JSONL with a prompt or messages in each row")
     parser.add_argument("held_out", type=Path, metavar="HELD_OUT", help="the same")
-    parser.add_argument("--at-least", type=float, default=0.5, help="share of a held-out prompt's n-grams (0.5)")
+    parser.add_argument(
+        "--at-least",
+        type=float,
+        default=0.5,
+        help="share of a held-out prompt's n-grams, 0 to 1 (default: %(default)s)",
+    )
     parser.set_defaults(run=_contamination)
 
 

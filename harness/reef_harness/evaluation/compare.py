@@ -121,11 +121,10 @@ def text_of(found: Sequence[Comparison], remarks: Sequence[str], names: tuple[st
     several = any(max(each.samples) > 1 for each in found)
     figures = [figure for each in found for figure in (each.difference, *(figure for _, figure in each.slices))]
     remarks = [*remarks, *([MCNEMAR_OF_SEVERAL] if several else [])]
-    remarks += [NO_WIDTH] if any(figure.low == figure.high for figure in figures) else []
+    remarks += [NO_INTERVAL] if any(figure.low == figure.high for figure in figures) else []
     parts = [
         f"# {names[0]} (first) and {names[1]} (second)\n",
-        "Mean scores of the same items; in brackets 95% intervals, bootstrapped over items, of the difference item by "
-        "item.\n",
+        "Mean scores of the same items; in brackets 95% intervals over items, of the difference item by item.\n",
         table(head, rows),
         table(("set", "answers", "slice", "items", "second - first"), slices) if slices else "",
         "".join(f"- {remark}\n" for remark in remarks),
@@ -139,9 +138,9 @@ MCNEMAR_OF_SEVERAL = (
 )
 
 
-NO_WIDTH = (
-    "An interval without width: all items differ by the same, so drawing them again shows no spread. It does not say "
-    "that other items would, too."
+NO_INTERVAL = (
+    "No interval: all items differ by the same, and scores outside [0, 1] have no bounds that would say how far others "
+    "may differ."
 )
 
 

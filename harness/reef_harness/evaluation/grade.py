@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from reef_harness.evaluation.records import Graded, Response
 from reef_harness.graders import Grader, Verdict
+from reef_harness.together import together
 from reef_harness.types import Item
 
 
@@ -13,19 +14,21 @@ async def grade(
 ) -> list[Graded]:
     """The verdict on each response that is an answer, in their order; an error in place of an answer has none.
 
+    One that was cut has a verdict and no ``answer``: it does not vote, whatever it says.
+
     ``items`` are by id. Judges that take time (a process, a model) are asked ``concurrency`` at a time.
     """
     if concurrency < 1:
         raise ValueError(f"at least one answer must be graded at a time, got {concurrency}")
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(response: Response, text: str) -> Graded:
+    async def one(response: Response) -> Graded:
+        text = response.text or ""
         async with slots:
             verdict = await grader.judge(items[response.item], text, response.finish_reason or "")
-        return graded(response, verdict, _read(grader, text))
+        return graded(response, verdict, _read(grader, text) if response.finish_reason == "stop" else None)
 
-    answers = [(response, response.text) for response in responses if response.error is None]
-    return list(await asyncio.gather(*(one(response, text) for response, text in answers if text is not None)))
+    return await together(one(response) for response in responses if response.is_answer)
 
 
 def _read(grader: Grader, text: str) -> str | None:

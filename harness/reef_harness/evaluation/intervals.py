@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 RESAMPLES = 2000
+Z_95 = 1.959963984540054  # normal quantile of 0.975
 # Items that must differ from the most frequent value before a bootstrap is believed. It draws only from what was seen:
 # items that are all equal have no width, however few they are. Of ten items the spread of its means is sqrt(9 / 10) of
 # the true one and 1.96 of them are taken for Student's 2.26, which is 0.82 of the width; of fewer it is worse.
@@ -32,10 +33,10 @@ class Figure:
         return asdict(self)
 
 
-def wilson(successes: float, trials: int, z: float = 1.959963984540054) -> tuple[float, float]:
+def wilson(successes: float, trials: float, z: float = Z_95) -> tuple[float, float]:
     """Wilson's score interval of a proportion, 95% by default: (low, high), within 0 and 1.
 
-    ``successes`` need not be whole: the trials may be shares in [0, 1]. Of these the interval is too wide rather than
+    Neither need be whole. The trials may be shares in [0, 1]: of these the interval is too wide rather than
     too narrow, since no values in [0, 1] with a mean of m vary more than m (1 - m), which is what it takes them for.
 
     Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927) 209. Raises ValueError unless 0 <= successes <= trials >= 1.

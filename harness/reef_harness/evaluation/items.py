@@ -1,6 +1,7 @@
 """Items out of a JSONL file: a row that cannot be used is a complaint, and the others go on."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _row(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"), parse_constant=_no_constant)
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
         json.dumps(row, ensure_ascii=False).encode("utf-8")  # half a surrogate pair cannot be sent or written again
     except UnicodeError as error:
         raise ValueError(f"not UTF-8 text: {error}") from None
@@ -85,6 +86,14 @@ def _row(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}")
     return row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these; JSON leaves open which of two equal names counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
+    return found
 
 
 def _no_constant(name: str) -> None:

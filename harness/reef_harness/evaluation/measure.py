@@ -3,13 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from reef_harness.client import Client
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.bank import Bank, now, write_json
+from reef_harness.evaluation.evaluate import Answer
 from reef_harness.evaluation.grade import grade
 from reef_harness.evaluation.intervals import Figure
 from reef_harness.evaluation.records import RecordFile, Response, read_responses, write_graded
@@ -17,6 +15,7 @@ from reef_harness.evaluation.sample import Ask, asks, sample
 from reef_harness.evaluation.summary import Series, by_temperature, summarize
 from reef_harness.evaluation.table import answers_table, notes, sets_table, slices_table
 from reef_harness.graders import Grader
+from reef_harness.progress import AnswerBar
 from reef_harness.types import Json
 
 Found = Mapping[str, Sequence[Series]]  # by set
@@ -42,12 +41,13 @@ async def _fill_set(bank: Bank, client: Client, name: str, concurrency: int) -> 
     wanted = list(asks(bank.items(name), settings))
     there = {response.key for response in _answers(bank, name)}
     lacking = [ask for ask in wanted if ask.key not in there]
-    bar: tqdm[Any] = tqdm(total=len(wanted), initial=len(wanted) - len(lacking), desc=name, unit="answer", disable=None)
-    with RecordFile(bank.responses_file(name)) as records, bar:
+    if not lacking:
+        return
+    with RecordFile(bank.responses_file(name)) as records, AnswerBar(len(lacking), name) as bar:
 
         async def keep(ask: Ask, response: Response) -> None:
             records.add(response)
-            bar.update()
+            bar(Answer(ask.item, response, None))
 
         await sample(client, lacking, settings, release=bank.asked.release, concurrency=concurrency, keep=keep)
 

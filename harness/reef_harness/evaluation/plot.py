@@ -95,6 +95,8 @@ def reliability_diagram(path: Path, found: Calibration, title: str) -> None:
         2, 1, figsize=(6, 6.5), dpi=150, layout="constrained", sharex=True, height_ratios=(3, 1)
     )
     axes.plot((0, 1), (0, 1), color="grey", linestyle="--", linewidth=1, label="a perfect score")
+    lowest, highest = min(each.low for each in found.bins), max(each.high for each in found.bins)
+    margin = 0.02 * (highest - lowest or 1)
     shares = [each.share_right for each in found.bins]
     axes.errorbar(
         [each.mean_score for each in found.bins],
@@ -109,7 +111,8 @@ def reliability_diagram(path: Path, found: Calibration, title: str) -> None:
         linewidth=1.6,
         label=f"measured (Brier {found.brier:.3f}, calibration error {found.calibration_error:.3f})",
     )
-    axes.set(title=title, ylabel="share right (95% Wilson interval)", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+    axes.set(title=title, ylabel="share right (95% interval over items)", ylim=(-0.02, 1.02))
+    axes.set_xlim(lowest - margin, highest + margin)  # scores may all be near 1
     _legend(axes)
     axes.grid(alpha=0.3)
     below.bar(

@@ -34,6 +34,11 @@ class Response:
     error: str | None = None
 
     @property
+    def is_answer(self) -> bool:
+        """Whether there is a whole text that can be graded."""
+        return self.error is None and self.text is not None
+
+    @property
     def key(self) -> Key:
         """Which answer it is: a later line with the same key takes the place of an earlier one."""
         return (self.item, self.temperature, self.sample)
@@ -43,7 +48,8 @@ class Response:
 class Graded:
     """A response's verdict, without the response: a line of a grader's file beside the responses.
 
-    ``answer`` is what the grader read, in a form in which equal answers are equal text; None: it reads none.
+    ``answer`` is what the grader read, in a form in which equal answers are equal text; None: it reads none, or the
+    response was cut.
     """
 
     item: str

@@ -160,7 +160,7 @@ def _picks(name: str, temperature: float, kind: str, old: Sequence[Candidates], 
     differ: list[str] = []
     num_items = 0
     for one, other in zip(old, new, strict=True):
-        picked = {"old": pick(one.verdicts), "new": pick(other.verdicts)}
+        picked = {"old": pick(_whole(one)), "new": pick(_whole(other))}
         if picked["old"] is None and picked["new"] is None:
             continue
         num_items += 1
@@ -172,6 +172,12 @@ def _picks(name: str, temperature: float, kind: str, old: Sequence[Candidates], 
                 verdict = None if i is None else judged.verdicts[i]
                 right[judge][picker] += verdict is not None and verdict.correct
     return Picks(name, temperature, kind, num_items, len(differ), right, tuple(differ))
+
+
+def _whole(candidates: Candidates) -> list[Graded | None]:
+    """The verdicts; None for answers that were cut, which nobody picks."""
+    pairs = zip(candidates.responses, candidates.verdicts, strict=True)
+    return [verdict if response.finish_reason == "stop" else None for response, verdict in pairs]
 
 
 def _best(verdicts: Sequence[Graded | None]) -> int | None:

@@ -1,6 +1,5 @@
 """Answers to items: asked for with a seed each, a bounded number at a time, kept before anything is made of them."""
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from reef_harness.errors import (
     Unreachable,
 )
 from reef_harness.evaluation.records import Key, Response
+from reef_harness.together import together
 from reef_harness.types import Completion, Item
 
 _FOR_ALL = (Unauthorized, Forbidden, NotFound, Conflict, Unavailable)  # every other request would end the same
@@ -91,7 +91,8 @@ async def sample(
     """Send ``wanted``, ``concurrency`` at a time, marked as evaluation; ``keep`` gets each response as it comes.
 
     A request that fails is a response with an ``error``. What would fail for all (no service, no right, no such
-    release) ends it with that HarnessError, once the requests in flight are answered; what was kept is kept.
+    release) ends it with that HarnessError, once the requests in flight are answered; what was kept is kept. Whatever
+    else ``keep`` raises ends it at once, and cancels them.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be at least 1, got {concurrency}")
@@ -108,7 +109,7 @@ async def sample(
             if failures:
                 return
 
-    await asyncio.gather(*(work() for _ in range(min(concurrency, len(wanted)))))
+    await together(work() for _ in range(min(concurrency, len(wanted))))
     if failures:
         raise failures[0]
 

@@ -14,36 +14,41 @@ LOGPROB = "logprob"
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Scores, and whether each answer was right; ``left_out`` answers had no score, or no verdict.
-
-    ``several``: there are several answers to an item, which are not independent.
-    """
+    """Scores, whether each answer was right, and to which item; ``left_out`` answers had no score, or no verdict."""
 
     scores: tuple[float, ...]
     right: tuple[bool, ...]
+    items: tuple[str, ...]
     left_out: int = 0
-    several: bool = False
 
 
 def read_pairs(path: Path) -> Pairs:
-    """Rows ``{score, correct}`` of a JSONL file. Raises HarnessError for a row that is none."""
-    scores, right = [], []
-    with path.open(encoding="utf-8") as file:
+    """Rows ``{score, correct, item?}`` of a JSONL file; one without item is to an item of its own.
+
+    Raises HarnessError for a row that is none.
+    """
+    scores, right, items = [], [], []
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-                score, correct = row["score"], row["correct"]
+                if not isinstance(row, dict):
+                    raise TypeError(f"got {type(row).__name__}")
+                if lacking := [name for name in ("score", "correct") if name not in row]:
+                    raise TypeError(f"there is no {' and no '.join(lacking)}")
+                score, correct, item = row["score"], row["correct"], row.get("item")
                 if isinstance(score, bool) or not isinstance(score, int | float) or not isinstance(correct, bool):
                     raise TypeError("score must be a number and correct true or false")
-            except (ValueError, KeyError, TypeError) as error:
+                scores.append(float(score))
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise HarnessError(f"{path}:{number}: expected {{score, correct}}: {error}") from None
-            scores.append(float(score))
             right.append(correct)
+            items.append(f"line {number}" if item is None else f"item {item}")
     if not scores:
         raise HarnessError(f"{path} has no rows")
-    return Pairs(tuple(scores), tuple(right))
+    return Pairs(tuple(scores), tuple(right), tuple(items))
 
 
 def pairs_of(bank: Bank, name: str, temperature: float, scorer: str, truth: str) -> Pairs:
@@ -66,9 +71,11 @@ def pairs_of(bank: Bank, name: str, temperature: float, scorer: str, truth: str)
     keys = [response.key for response in responses if response.key in right and response.key in scored]
     if not keys:
         raise HarnessError(f"{bank.path}: no answer to {name} has both a score by {scorer} and a verdict by {truth}")
-    several = len({item for item, *_ in keys}) < len(keys)
     return Pairs(
-        tuple(scored[key] for key in keys), tuple(right[key] for key in keys), len(responses) - len(keys), several
+        tuple(scored[key] for key in keys),
+        tuple(right[key] for key in keys),
+        tuple(item for item, *_ in keys),
+        len(responses) - len(keys),
     )
 
 
@@ -78,6 +85,7 @@ def text_of(found: Calibration, pairs: Pairs, title: str) -> str:
         (
             f"{each.low:.3f} to {each.high:.3f}",
             str(each.count),
+            str(each.items),
             f"{each.mean_score:.3f}",
             f"{each.share_right:.3f} [{each.share_low:.3f}, {each.share_high:.3f}]",
         )
@@ -89,15 +97,6 @@ def text_of(found: Calibration, pairs: Pairs, title: str) -> str:
         f"{found.pairs} answers. Brier score {found.brier:.4f} = reliability {found.reliability:.4f} - resolution "
         f"{found.resolution:.4f} + uncertainty {found.uncertainty:.4f}{within}. "
         f"Expected calibration error {found.calibration_error:.4f}.\n\n"
-        + table(("score", "answers", "mean score", "share right"), rows)
-        + "".join(f"\n- {remark}\n" for remark in _remarks(pairs))
+        + table(("score", "answers", "items", "mean score", "share right"), rows)
+        + (f"\n- {pairs.left_out} answers have no score or no verdict: left out.\n" if pairs.left_out else "")
     )
-
-
-def _remarks(pairs: Pairs) -> list[str]:
-    found = []
-    if pairs.left_out:
-        found.append(f"{pairs.left_out} answers have no score or no verdict: left out.")
-    if pairs.several:
-        found.append("Several answers are to one item; the intervals take them as independent, so they are too narrow.")
-    return found

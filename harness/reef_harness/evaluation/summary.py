@@ -243,6 +243,7 @@ def _best_by_logprob(candidates: Sequence[Candidates], seed: int) -> Figure | No
     """How often the answer with the highest mean log-probability is right; None where none was asked for.
 
     Over the items that have a judged answer: of the others nothing could be picked, which says nothing of the model.
+    An answer that was cut is not picked: where all were, none is right.
     """
     values = []
     for each in candidates:
@@ -252,7 +253,10 @@ def _best_by_logprob(candidates: Sequence[Candidates], seed: int) -> Figure | No
         if not pairs:
             continue
         best = best_of(
-            [r.logprob_sum / max(r.completion_tokens or 1, 1) for r, _ in pairs if r.logprob_sum is not None]
+            [
+                None if r.finish_reason != "stop" else (r.logprob_sum or 0.0) / max(r.completion_tokens or 1, 1)
+                for r, _ in pairs
+            ]
         )
         values.append(best.expected([v.correct for _, v in pairs]))
     return by_item(values, seed=seed)

@@ -25,7 +25,9 @@ def share(figure: Figure | None) -> str:
 
 
 def difference(figure: Figure) -> str:
-    """The same with a sign."""
+    """The same with a sign; without an interval where it has no width, which says nothing of other items."""
+    if figure.low == figure.high:
+        return f"{figure.value:+.3f} [no interval]"
     return f"{figure.value:+.3f} [{figure.low:+.3f}, {figure.high:+.3f}]"
 
 
@@ -100,11 +102,14 @@ def notes(found: Mapping[str, Sequence[Series]]) -> list[str]:
                     f"{name}, {series.name}: of {total} answers {', '.join(left_out)}; none of these is in the "
                     f"accuracy. Were all of them wrong, it would be {series.at_least.value:.3f}."
                 )
-            fewer = [f"pass@{k} is over {f.items}" for k, f in series.pass_at_k.items() if f.items < series.items]
+            fewer = [f"{f.items} for pass@{k}" for k, f in series.pass_at_k.items() if f.items < series.items]
             if series.votes is not None and series.votes.right.items < series.items:
-                fewer.append(f"majority is over {series.votes.right.items}")
+                fewer.append(f"{series.votes.right.items} for majority")
             if fewer:
-                lines.append(f"{name}, {series.name}: of {series.items} items {', '.join(fewer)}.")
+                lines.append(
+                    f"{name}, {series.name}: not all {series.items} items have enough judged answers, only "
+                    f"{', '.join(fewer)}; the others are left out there."
+                )
     for name, all_series in found.items():
         if (items := all_series[0].items) < SMALL_SLICE:
             lines.append(f"{name}: of {items} items intervals are wide, and say little.")

@@ -40,6 +40,8 @@ def _report(arguments: argparse.Namespace) -> int:
     drawn = _draw(out, run)
     (out / "run.json").write_text(json.dumps(run.json(), indent=1) + "\n", encoding="utf-8")
     (out / "report.md").write_text(page(run, checked, gates, drawn), encoding="utf-8")
+    for each in gates_.strangers(run, gates) if arguments.gates else ():
+        _say(each)
     found = gates_.best(checked)
     print(f"best eligible release: {found.release.id if found else 'none'}")
     _say(f"wrote {out / 'report.md'}, run.json{''.join(f', {name}.png' for name in drawn)}")

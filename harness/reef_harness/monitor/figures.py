@@ -46,7 +46,7 @@ def name_of(name: str) -> str:
 
 def of_step(release: Release) -> dict[str, Reading]:
     """The numbers in the release's metrics."""
-    return {name_of(name): Reading(float(value)) for name, value in release.metrics.items() if _is_number(value)}
+    return {name_of(name): Reading(float(value)) for name, value in release.metrics.items() if is_number(value)}
 
 
 def held_out(release: Release) -> dict[str, Reading]:
@@ -70,7 +70,7 @@ def _figures(result: Mapping[str, object]) -> dict[str, Reading]:
             if (reading := _reading(value)) is not None and name not in ("low", "high"):
                 found[name_of(name)] = reading
     low, high = result.get("low"), result.get("high")
-    if "accuracy" in result and "accuracy" in found and _is_number(low) and _is_number(high):
+    if "accuracy" in result and "accuracy" in found and is_number(low) and is_number(high):
         found["accuracy"] = Reading(found["accuracy"].value, float(low), float(high))  # type: ignore[arg-type]
     return found
 
@@ -79,14 +79,18 @@ def _reading(value: object) -> Reading | None:
     if isinstance(value, Mapping):
         whole = value.get("value")
         low, high = value.get("low"), value.get("high")
-        if _is_number(whole):
-            return Reading(float(whole), *(float(end) if _is_number(end) else None for end in (low, high)))  # type: ignore[arg-type]
+        if is_number(whole):
+            return Reading(float(whole), *(float(end) if is_number(end) else None for end in (low, high)))  # type: ignore[arg-type]
         return None
-    return Reading(float(value)) if _is_number(value) else None  # type: ignore[arg-type]
+    return Reading(float(value)) if is_number(value) else None  # type: ignore[arg-type]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> bool:
+    """Whether it is a finite number that a float can hold: JSON and TOML have integers of any length."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def alarms(release: Release) -> list[Json]:
@@ -95,8 +99,14 @@ def alarms(release: Release) -> list[Json]:
 
 
 def of_method(readings: Mapping[str, Reading], name: str) -> Reading | None:
-    """A figure that stands under the method's name: ``policy_lag_mean`` is ``grpo/policy_lag_mean``."""
-    return next((reading for key, reading in readings.items() if key == name or key.endswith(f"/{name}")), None)
+    """A figure that stands under the method's name: ``policy_lag_mean`` is ``grpo/policy_lag_mean``.
+
+    A part of the reward has its full name only: ``reward/accuracy`` is paid in training, and no held-out accuracy.
+    """
+    if name in readings:
+        return readings[name]
+    parts = (key for key in readings if not key.startswith("reward/"))
+    return next((readings[key] for key in parts if key.endswith(f"/{name}")), None)
 
 
 # ---- of rollouts

@@ -15,12 +15,13 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from reef_harness.drivers.records import Rollout
 from reef_harness.errors import HarnessError
-from reef_harness.monitor.figures import Reading, by_release, name_of, number, of_method, readings
+from reef_harness.monitor.figures import Reading, by_release, is_number, name_of, number, of_method, readings
 from reef_harness.monitor.source import Run
 from reef_harness.types import Release
 
@@ -85,7 +86,7 @@ class Checked:
 def read_gates(path: Path) -> Gates:
     """The gates of a TOML file; they replace the default ones. Raises HarnessError, naming what is wrong."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HarnessError(f"{path}: not TOML: {error}") from error
     if unknown := sorted(table.keys() - {"best", "gates"}):
@@ -102,7 +103,7 @@ def _gate(path: Path, name: str, limits: object) -> Gate:
     if not isinstance(limits, Mapping) or not limits or limits.keys() - {"min", "max"}:
         raise HarnessError(f"{path}: gates.{name} must be {{min = NUMBER}}, {{max = NUMBER}} or both, got {limits!r}")
     for end, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise HarnessError(f"{path}: gates.{name}.{end} must be a finite number, got {value!r}")
     if limits.get("min", -math.inf) > limits.get("max", math.inf):
         raise HarnessError(
@@ -122,13 +123,28 @@ def check(run: Run, gates: Gates) -> list[Checked]:
     return [_check(release, answered.get(release.id, ()), gates) for release in own]
 
 
+def strangers(run: Run, gates: Gates) -> list[str]:
+    """What ``gates`` name that no release has, a sentence each with the nearest name: it may be mistyped."""
+    answered = by_release(run.rollouts or ())
+    each = [readings(release, answered.get(release.id, ())) for release in run.releases]
+    named = dict.fromkeys([*(gate.figure for gate in gates.gates), gates.best])
+    absent = [name for name in named if not any(of_method(known, name) for known in each)]
+    whole = {name for known in each for name in known}
+    short = {name.rpartition("/")[2] for name in whole if not name.startswith("reward/")}
+    near = {name: get_close_matches(name, sorted(whole | short), n=1) for name in absent}
+    return [
+        f"no release has a figure {name}" + (f"; the nearest name is {found[0]}" if found else "")
+        for name, found in near.items()
+    ]
+
+
 def _check(release: Release, rollouts: Sequence[Rollout], gates: Gates) -> Checked:
     known = readings(release, rollouts)
     results = []
     for gate in gates.gates:
-        reading = known.get(gate.figure) or of_method(known, gate.figure)
+        reading = of_method(known, gate.figure)
         results.append((gate, gate.check(reading), reading))
-    rank = known.get(gates.best) or of_method(known, gates.best)
+    rank = of_method(known, gates.best)
     return Checked(release, tuple(results), _unusable(release), rank.value if rank else None)
 
 

@@ -1,5 +1,6 @@
 """The report as Markdown: what a person wants to know of a run, and what is not known."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from reef_harness.monitor.figures import (
     of_method,
     of_step,
 )
-from reef_harness.monitor.gates import Checked, Gates, best
+from reef_harness.monitor.gates import Checked, Gates, best, strangers
 from reef_harness.monitor.series import (
     REWARD,
     STEP_FIGURES,
@@ -32,12 +33,14 @@ from reef_harness.monitor.source import Run
 from reef_harness.monitor.statistics import Correlation, correlation
 
 MOST_ROWS = 12
+MOST_FIGURES = 6  # held-out ones of a release; more where there are more sets, each with its accuracy
+_NOT_SHOWN = ("correct", "graded", "errors", "samples", "temperature")  # how it was measured, and no result
 Rows = Sequence[tuple[str, ...]]
 
 
 def page(run: Run, checked: Sequence[Checked], gates: Gates, figures: Sequence[str]) -> str:
     """The whole page; ``figures`` are the names of the PNGs beside it."""
-    missing: list[str] = []
+    missing = strangers(run, gates) if checked else []
     parts = [
         _head(run),
         _eligible(checked, gates),
@@ -128,7 +131,7 @@ def _eligible(checked: Sequence[Checked], gates: Gates) -> str:
     for gate, *_ in checked[0].results:
         counts = Counter(result for each in checked for of, result, _ in each.results if of is gate)
         text += f"- {gate}: " + ", ".join(f"{result} {count}" for result, count in sorted(counts.items())) + "\n"
-    return text + "\n" + _table(head, rows, keep=lambda row: row[1] == "yes" or row[0].endswith("(best)"))
+    return text + "\n" + _table(head, rows, lambda row: row[1] == "yes", lambda row: row[0].endswith("(best)"))
 
 
 def _gate_cell(result: str, reading: Reading | None) -> str:
@@ -148,11 +151,14 @@ def _held_out(run: Run, missing: list[str]) -> str:
         return "## Reward\n" if series(run.releases, REWARD.name) else ""
     text = "## Held-out results and marks\n\n"
     if tested:
-        names = [name for name in _names(tested) if name not in ("correct", "graded", "errors", "samples")][:6]
+        names, left_out = _names(tested)
         rows = [
             (release.id, str(release.step), *(_cell(found.get(name)) for name in names)) for release, found in tested
         ]
         text += _table(("release", "step", *names), rows)
+        if left_out:
+            more = f" and {len(left_out) - MOST_ROWS} more" if len(left_out) > MOST_ROWS else ""
+            text += f"\nFigures left out, all in run.json: {', '.join(left_out[:MOST_ROWS])}{more}.\n"
     for release in marked[-MOST_ROWS:]:
         for alarm in alarms(release):
             text += f"\n- {release.id} rings: {alarm.get('message') or alarm.get('metric')}"
@@ -162,10 +168,16 @@ def _held_out(run: Run, missing: list[str]) -> str:
     return text.rstrip() + "\n"
 
 
-def _names(tested: Sequence[tuple[object, Mapping[str, Reading]]]) -> list[str]:
-    """Names of figures, those with intervals first."""
+def _names(tested: Sequence[tuple[object, Mapping[str, Reading]]]) -> tuple[list[str], list[str]]:
+    """Names of figures: those that are shown, every set's accuracy first, and those that are left out."""
     found = {name: reading.low is None for _, figures in tested for name, reading in figures.items()}
-    return sorted(found, key=lambda name: (name != "accuracy", found[name], name))
+    accuracies = [name for name in sorted(found) if name.endswith("_accuracy") and "greedy_" not in name]
+    most = max((int(name[8:]) for name in found if re.fullmatch(r"pass_at_\d+", name)), default=0)
+    first = ["accuracy", *accuracies, "greedy_accuracy", f"pass_at_{most}", "majority"]
+    rest = sorted(found.keys() - {*first, *_NOT_SHOWN}, key=lambda name: (found[name], name))
+    names = [*(name for name in first if name in found), *rest]
+    shown = max(MOST_FIGURES, 1 + len(accuracies))
+    return names[:shown], names[shown:]
 
 
 def _cell(reading: Reading | None) -> str:
@@ -286,8 +298,13 @@ def _queue(run: Run, missing: list[str]) -> str:
     return text
 
 
-def _table(head: Sequence[str], rows: Rows, keep: Callable[[tuple[str, ...]], bool] = lambda row: False) -> str:
-    """At most ``MOST_ROWS`` rows, evenly spaced from the first to the last, and the last ones to ``keep``.
+_Which = Callable[[tuple[str, ...]], bool]
+
+
+def _table(
+    head: Sequence[str], rows: Rows, keep: _Which = lambda row: False, always: _Which = lambda row: False
+) -> str:
+    """At most ``MOST_ROWS`` rows, evenly spaced from the first to the last, the last ones to ``keep``, and ``always``.
 
     Says how many are left out.
     """
@@ -296,7 +313,7 @@ def _table(head: Sequence[str], rows: Rows, keep: Callable[[tuple[str, ...]], bo
         {round(i * last / (MOST_ROWS - 1)) for i in range(MOST_ROWS)} if len(rows) > MOST_ROWS else range(len(rows))
     )
     kept = [i for i, row in enumerate(rows) if keep(row)][-MOST_ROWS // 2 :]
-    chosen = [row for i, row in enumerate(rows) if i in {*spaced, *kept}]
+    chosen = [row for i, row in enumerate(rows) if i in {*spaced, *kept} or always(row)]
     left_out = len(rows) - len(chosen)
     note = f"\n{left_out} of {len(rows)} rows are left out, evenly.\n" if left_out else ""
     return table(head, chosen) + note

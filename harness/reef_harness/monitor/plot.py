@@ -1,5 +1,6 @@
 """The report's figures (extra ``plot``: matplotlib). Drawn without a display; each says whether there was anything."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,10 @@ def _draw_reward(axes: Any, run: Run) -> None:
     places, values = [place for place, _ in paid], [value for _, value in paid]
     axes.plot(places, values, color="tab:blue", marker=".", linewidth=1.5, label="reward")
     if all(place in spread for place in places):
-        low = [value - spread[place] for place, value in paid]
-        high = [value + spread[place] for place, value in paid]
+        scores = [each.score for each in run.rollouts or () if each.score is not None]
+        smallest, largest = min(scores, default=-math.inf), max(scores, default=math.inf)  # without records: not known
+        low = [min(value, max(smallest, value - spread[place])) for place, value in paid]
+        high = [max(value, min(largest, value + spread[place])) for place, value in paid]
         axes.fill_between(places, low, high, color="tab:blue", alpha=0.12, label="one standard deviation")
     for name in components(run.releases)[:6]:
         axes.plot(*zip(*series(run.releases, f"reward/{name}"), strict=True), linewidth=1, label=name)
@@ -82,21 +85,19 @@ def steps(path: Path, run: Run) -> bool:
     if not shown:
         return False
     rows = (len(shown) + 1) // 2
-    figure, axes = plt.subplots(
-        rows, 2, figsize=(11, 2.4 * rows), dpi=130, layout="constrained", squeeze=False, sharex=True
-    )
-    for axis, (each, values) in zip(axes.flat, shown, strict=False):
+    last = len(shown) - 1
+    places = [[2 * row, min(2 * row + 1, last)] for row in range(rows)]  # of an odd number the last has its whole row
+    figure, axes = plt.subplot_mosaic(places, figsize=(11, 2.4 * rows), dpi=130, layout="constrained", sharex=True)
+    for place, (each, values) in enumerate(shown):
+        axis = axes[place]
         axis.plot(*zip(*values, strict=True), marker=".", linewidth=1.2)
         axis.set_title(each.title, fontsize=10)
         if all(value == values[0][1] for _, value in values):  # else the axis is about nothing, below 0 too
             axis.set_ylim(min(0.0, 1.1 * values[0][1]), max(0.1, 1.1 * values[0][1]))
         axis.grid(alpha=0.3)
         _mark_moves(axis, run)
-    for axis in axes.flat[len(shown) :]:
-        axis.set_axis_off()
-    for axis in axes.flat[max(0, len(shown) - 2) : len(shown)]:
-        _finish(axis)
-        axis.tick_params(labelbottom=True)
+    for place in set(places[-1]):
+        _finish(axes[place])
     figure.savefig(path)
     plt.close(figure)
     return True

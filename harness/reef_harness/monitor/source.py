@@ -9,6 +9,7 @@ from reef_harness import wire
 from reef_harness.client import Client
 from reef_harness.drivers.records import Rollout, read_rollouts
 from reef_harness.errors import Forbidden, HarnessError
+from reef_harness.monitor.figures import is_number
 from reef_harness.types import Json, Release
 
 
@@ -50,15 +51,26 @@ def from_file(path: Path) -> Run:
     Raises HarnessError for a file that is neither.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        releases = [wire.release(entry) for entry in body["releases"]]
+        body = json.loads(path.read_text(encoding="utf-8-sig"))
+        releases = [_checked(wire.release(entry)) for entry in body["releases"]]
         scenario, status = str(body["scenario"]), body.get("status")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HarnessError(
             f"{path}: expected a run.json, or the JSON of GET /reef/scenarios/S/releases: "
             f"{type(error).__name__}: {error}"
         ) from error
     return Run(scenario, tuple(reversed(releases)), status)
+
+
+def _checked(release: Release) -> Release:
+    """The same; ValueError where a page could not be written of it."""
+    if not isinstance(release.created_at, str) and not is_number(release.created_at):
+        raise ValueError(f"{release.id}: created_at must be a time, got {release.created_at!r}"[:200])
+    for name in ("evaluations", "alarms"):
+        told = release.raw.get(name) or []
+        if not isinstance(told, list) or not all(isinstance(each, dict) for each in told):
+            raise ValueError(f"{release.id}: {name} must be a list of objects, got {told!r}"[:200])
+    return release
 
 
 def with_rollouts(run: Run, paths: Sequence[Path], say: Callable[[str], None] = lambda text: None) -> Run:
