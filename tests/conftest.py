@@ -36,9 +36,11 @@ REAP_TIMEOUT_S = 10.0
 # "Bad file descriptor".
 UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
-# The same examples each time, however long they take to draw and to try on a busy machine.
-settings.register_profile("reef", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("reef")
+# The same examples each time (`make soak` draws others), however long they take to draw and to try on a busy machine.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", PATIENT, derandomize=True)
+settings.register_profile("others", PATIENT)
+settings.load_profile(os.environ.get("REEF_EXAMPLES", "same"))
 
 
 @pytest.fixture(scope="session")

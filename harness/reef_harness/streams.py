@@ -99,6 +99,8 @@ class Assembly:
             raise TypeError(f"a choice's index is {index!r}")
         part = self._parts.setdefault(index, _Part())
         if ids := choice.get("token_ids"):
+            if not isinstance(ids, list):
+                raise TypeError(f"token_ids are {ids!r}")
             part.token_ids += ids
         if logprobs := choice.get("logprobs"):
             part.logprobs = part.logprobs or []

@@ -367,13 +367,14 @@ def test_what_is_trained_while_the_driver_asks_whether_anything_will_be_is_count
 
     def trains_first(method: str, parts: list[str], *rest: Any) -> Any:
         if (method, parts) == ("GET", ["reef", "scenarios", "sums"]):
-            service.batch_size = 8
+            service.batch_size = 64
+            service.pending.reverse()  # the oldest is not the first that is used
             service.train()
         return route(method, parts, *rest)
 
     service.route = trains_first
-    end = drive(service, items(20), None, kind=StreamDriver)
-    assert (end.rollouts, end.releases, end.waiting) == (20, 2, 4)
+    end = drive(service, items(72), None, kind=StreamDriver)
+    assert (end.rollouts, end.releases, end.waiting) == (72, 1, 8)
 
 
 def test_a_number_of_rollouts_is_met_exactly_though_some_fail(service: Any) -> None:
@@ -507,14 +508,19 @@ def test_a_paced_driver_waits_for_the_gate_beyond_the_stall_timeout_and_says_so(
         if progress.standstill and len(said) < 8:
             said.append(progress.standstill)
             clock.forward(400.0)
-        if len(said) == 8:
-            service.held = None
+        if len(said) == 8 and service.held is not None:
+            service.held = None  # a step begins
+            return
+        if service.held is None and progress.standstill is None and progress.waiting == 8:
             with service.lock:
                 service.train()
+        last.append(progress.standstill)
 
+    last: list[str | None] = []
     end = drive(service, items(), 2, **ONE_BATCH, progress=told)
     assert (end.releases, end.standstill) == (2, None)
     assert set(said) == {MEASURING}
+    assert last[-1] is None
 
 
 def test_a_gate_that_never_decides_ends_a_paced_run_with_what_it_waited_for(service: Any, clock: Clock) -> None:

@@ -47,7 +47,10 @@ class LentEngine:
         """
         self._check_goes_on()
         if time.monotonic() - self._early.pop((published.release_id, loan), -EARLY_S) < EARLY_S:
-            raise ConflictError(f"loan {loan} was given back before it was asked for", code="given_back")
+            message = (
+                f"loan {loan} is not open and was given back within the last minute: ask once more if it is wanted"
+            )
+            raise ConflictError(message, code="given_back")
         if self.release not in (None, published.release_id):
             raise ConflictError(
                 f"the engine for evaluations answers for {self.release} now, and there is one: give that back "
@@ -142,8 +145,8 @@ class LentEngine:
 async def _stop(replica: Replica, published: Published) -> None:
     try:
         await replica.stop()
-    except ReefError as error:
-        log.error("the engine that was lent for %s does not end: %s", published.release_id, error.message)
+    except Exception:  # noqa: BLE001 - nobody waits for it who could be told
+        log.exception("the engine that was lent for %s does not end", published.release_id)
 
 
 def _failure(published: Published, error: Exception) -> Exception:

@@ -30,13 +30,16 @@ def lent_lines(
     except ConfigError as error:
         yield f"  lent for an evaluation: none can be, {error.message}"
         return
+    size = engine.total if gpus else config.inference.tensor * engine.total
+    if gpus and cluster is not None:  # Ray chooses the node
+        yield f"  lent for an evaluation: one more, {size_text(size)} of {len(gpus)} GPU of a node that has them free"
+        return
     if gpus:
         where = f"GPU {ranges(gpus)}{', each' if len(gpus) > 1 else ''}"
         left = [hardware.gpus[gpu % len(hardware.gpus)] - _used(devices, f"GPU {gpu}") for gpu in gpus]
     else:
         where = "memory"
         left = [] if hardware.simulated else [hardware.memory - _used(devices, "memory")]
-    size = engine.total if gpus else config.inference.tensor * engine.total
     yield f"  lent for an evaluation: one more, {size_text(size)} of {where}{_left(min(left) - size) if left else ''}"
 
 

@@ -327,13 +327,6 @@ def test_a_client_that_leaves_a_stream_frees_the_engine_and_its_receipt_is_kept_
     assert recorder.post("/reef/report", report).json()["reason"] == "not_training"
 
 
-def test_a_client_that_leaves_a_whole_request_frees_the_engine(recorder, eventually, ask_and_leave) -> None:
-    asked = {"messages": messages("1+1="), "max_tokens": 490, "ignore_eos": True, "n": 8}
-    ask_and_leave(recorder, CHAT, asked, lambda: recorder.status()["engines"][0]["in_flight"] == 1)
-    eventually(lambda: recorder.status()["engines"][0]["in_flight"] == 0, timeout_s=3)
-    assert recorder.chat("1+1=").status_code == 200
-
-
 # --- many at once -----------------------------------------------------------------------------------------------------
 
 

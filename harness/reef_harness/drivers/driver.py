@@ -153,6 +153,7 @@ class Driver(ABC):
         self._num_reported = self._num_before = self._records.num_reported
         self._last_error: str | None = None
         self._standstill: Standstill | None = None
+        self._moved_at = 0.0  # a unit ended, or was used
         self._asked_at = 0.0  # the service, why it uses nothing
         self._scores: deque[float] = deque(maxlen=batch_units * size)
         self._lengths: deque[float] = deque(maxlen=batch_units * size)
@@ -187,7 +188,7 @@ class Driver(ABC):
         polls = 0
         self._standstill = None
         try:
-            moved_at = looked_at = time.monotonic()
+            self._moved_at = looked_at = time.monotonic()
             while not self._stopping and (releases is None or len(self._following.trained) < releases):
                 self._fill(rollouts)
                 if not self._working and not self._following.num_whole:
@@ -196,11 +197,11 @@ class Driver(ABC):
                 if time.monotonic() >= looked_at + self._poll_s:
                     looked_at, polls = time.monotonic(), polls + 1
                     if await self._following.settle(sweep=polls % _SWEEP_EVERY == 0):
-                        moved = True
+                        moved, self._standstill = True, None
                         self._tell()
                 if moved:
-                    moved_at, self._standstill = time.monotonic(), None
-                elif await self._rests(time.monotonic() - moved_at):
+                    self._moved_at = time.monotonic()
+                elif await self._rests():
                     break
             while self._working:
                 await self._collect(timeout_s=None)
@@ -262,8 +263,9 @@ class Driver(ABC):
         for item in self._items:
             key = (item.id, self._occurrences[item.id])
             self._occurrences[item.id] += 1
-            past = self._records.past_of(item, key)
+            past = self._records.past.get(key)
             if missing := [i for i in range(self._size) if past is None or i not in past.answered]:
+                self._records.check_item(item, key)
                 return item, key, missing
         return None
 
@@ -302,6 +304,7 @@ class Driver(ABC):
         elif reported:
             await self._following.close(key, reported[-1][1], reported[-1][0].release)
         self._count_failure(done)
+        self._standstill = None
         self._tell()
 
     def _note(self, score: float | None, num_tokens: float | None, release: str | None) -> None:
@@ -334,11 +337,12 @@ class Driver(ABC):
 
     # ---- ends
 
-    async def _rests(self, still_s: float) -> bool:
+    async def _rests(self) -> bool:
         """Whether nothing more will be used: no more comes from us, and what waits is too little, or not wanted now.
 
         Raises Stalled where there is more to do, and nothing has moved for too long.
         """
+        still_s = time.monotonic() - self._moved_at
         pause_s = min(_REST * self._poll_s, self._stall_timeout_s)
         if min(still_s, time.monotonic() - self._asked_at) < pause_s:
             return False
@@ -348,9 +352,12 @@ class Driver(ABC):
         queue = await self._client.queue()
         done = self._starved and not self._working
         if done and not queue["reserved"] and queue["pending"] < (await self._batch_size()):
-            return not await self._following.settle(sweep=True)  # what was used while we asked
-        self._standstill = await standstill(self._client, queue)
+            return not await self._following.settle_all()  # some may have been used while we asked
+        before, self._standstill = self._standstill, await standstill(self._client, queue)
         self._tell()
+        if before and before.passes and not self._standstill:
+            self._moved_at = time.monotonic()  # the gate has decided: from now on a step takes its time
+            return False
         passes = self._standstill is not None and self._standstill.passes
         if done and self._standstill and (not passes or still_s > self._stall_timeout_s):
             return True

@@ -77,6 +77,13 @@ class Following:
             used += sum(await together(self._look(key) for key in others[start : start + _LOOKS]))
         return used > 0
 
+    async def settle_all(self) -> bool:
+        """Ask what became of every open unit; whether any was used."""
+        keys, used = list(self.open), 0
+        for begin in range(0, len(keys), _LOOKS):
+            used += sum(await together(self._look(key) for key in keys[begin : begin + _LOOKS]))
+        return used > 0
+
     async def _look(self, key: Key) -> bool:
         unit = self.open[key]
         try:

@@ -108,15 +108,14 @@ class Records:
         """The id under which a receipt is reported, in this life and in later ones."""
         return f"{self.run}-{receipt}"
 
-    def past_of(self, item: Item, key: Key) -> Past | None:
-        """What earlier lives did at one time of an item. Raises WrongRecords where the item was another one then."""
+    def check_item(self, item: Item, key: Key) -> None:
+        """Raises WrongRecords where some answers are there to an item that was another one then."""
         past = self.past.get(key)
         if past is not None and past.asked is not None and past.asked != _digest(item):
             raise WrongRecords(
                 f"{self.path}: item {item.id!r} was answered with other messages, or another gold: "
                 "give what is new another id, or this run records of its own"
             )
-        return past
 
     def answered(self, item: Item, rollouts: Sequence[Rollout]) -> None:
         """They were graded and are about to be reported."""
