@@ -100,13 +100,22 @@ def test_where_prose_names_several_a_person_looks_unless_another_place_says_whic
         assert grade(text, gold) == ("review", "several_in_prose")
     assert ChoiceGrader().read(text) is None
     if text.startswith(("Answer:", "The answer is B")):
-        assert grade(f"{text}\n<final>B</final>") == ("correct", "equal")
+        begins = text.startswith(("Answer: B", "The answer is B"))  # with the letter that it says
+        said = ("correct", "equal") if begins else ("review", "several_in_prose")
+        assert grade(f"{text}\n<final>B</final>") == said
         assert grade(f"{text}\n<final>C</final>", "C") == ("incorrect", "several_choices")
 
 
 @pytest.mark.parametrize("text", ["I would say B", "the answer is not B"])
 def test_a_short_answer_in_words_is_for_a_person(text: str) -> None:
     assert grade(text) == ("review", "text_beside")
+
+
+def test_a_clear_letter_does_not_turn_the_words_before_it_round() -> None:
+    text = "The answer is B because A is impossible.\n\n\\boxed{A}"
+    assert grade(text, "A") == grade(text, "B") == ("review", "several_in_prose")
+    assert grade("Answer: option B, since A is false\n<final>A</final>", "A") == ("review", "several_in_prose")
+    assert grade("Answer: not B, so A\n\\boxed{B}") == ("review", "several_in_prose")
 
 
 def test_two_marks_on_a_line_are_two_places() -> None:

@@ -253,6 +253,39 @@ def test_bare_code_and_a_block_beside_another_language_are_read(isolated: CodeGr
     assert isolated.grade(f"```python\n{documented}```", SUM, "stop").correct
 
 
+@pytest.mark.parametrize("before", ["", "    - item\n\n"])
+@pytest.mark.parametrize("indent", ["", "  ", "    "])
+@pytest.mark.parametrize("language", ["", "python"])
+def test_an_example_in_a_docstring_of_bare_code_is_not_the_answer(
+    isolated: CodeGrader, before: str, indent: str, language: str
+) -> None:
+    example = f"{before}{indent}```{language}\n{indent}add(1, 2)\n{indent}```\n"
+    add = f'def add(x, y):\n    """Add.\n\n{example}    """\n    return x + y\n'
+    text = f"{add}\n\nprint(add(*map(int, input().split())))\n"
+    verdict = isolated.grade(text, SUM, "stop")
+    assert (verdict.outcome, verdict.reason_code) == ("correct", "all_passed"), verdict.detail
+
+
+def test_what_only_quotes_a_block_is_read_as_the_block(isolated: CodeGrader) -> None:
+    assert isolated.grade(f'"""\n```python\n{RIGHT}```\n"""\n', SUM, "stop").correct
+
+
+@pytest.mark.parametrize("around", ["````markdown", "`````md", "~~~~markdown"])
+def test_a_block_within_a_longer_fence_is_read(isolated: CodeGrader, around: str) -> None:
+    marks = around.rstrip("markdown")
+    block = f"{around}\nSo:\n```python\n{RIGHT}```\n{marks}\n"
+    assert isolated.grade(block, SUM, "stop").correct
+    assert isolated.grade(f"{block}\n{marks}text\n3 4\n{marks}\n", SUM, "stop").correct
+    assert isolated.grade(f"{around}\n{RIGHT}{marks}\n", SUM, "stop").reason_code == "no_code"
+    assert isolated.grade(block * 2, SUM, "stop").reason_code == "several_blocks"
+
+
+@pytest.mark.parametrize("unit", ["(", "-", "not ", "a.", "1+", "lambda:", "[", "if 1:\n "])
+def test_what_nests_deeper_than_python_reads_is_no_program(isolated: CodeGrader, unit: str) -> None:
+    text = unit * (180_000 // len(unit)) + '1\n"""\n```python\n' + RIGHT + '```\n"""'
+    assert isolated.grade(text, SUM, "stop").correct
+
+
 @pytest.mark.parametrize("indent", ["", "   ", "    ", "\t"])
 @pytest.mark.parametrize(
     ("opening", "closing"),

@@ -435,6 +435,20 @@ def test_tokens_go_where_the_first_answers_disagree(service: Any) -> None:
     assert sure.spent.sampled_tokens + unsure.spent.sampled_tokens == 2 * 51
 
 
+def test_fewer_first_answers_than_were_asked_for_have_not_agreed(service: Any) -> None:
+    """An answer has 17 tokens: of a share of 20, three answers are the first, one is drawn, and 3 tokens are left."""
+    Scripted(service, final(1), final(1))
+    items = [Item.from_text(name, name, "1") for name in ("one", "other")]
+
+    async def call() -> list[Outcome]:
+        async with Client(service.url, scenario="sums") as client:
+            askers = [Asker(client, Budget()) for _ in items]
+            return await route(askers, items, GRADER.read, tokens=2 * 20, first=3, most=4, least=17)
+
+    for found in asyncio.run(call()):
+        assert (found.answer, found.stopped_by, found.spent.samples) == ("1", "budget", 1)
+
+
 # ---- over many items
 
 

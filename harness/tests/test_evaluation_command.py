@@ -406,16 +406,93 @@ def test_a_grader_that_judged_some_of_the_answers_has_no_numbers(
     assert evaluate(service, out, items, "--samples", "8", "--logprobs", "--grader", "number") == 0
     capsys.readouterr()
     half = f"{out}: 18 answers to in-domain were not graded by final@1: regrade them"
-    assert main(["compare", str(out), str(out), "--no-figures"]) == 1
+    half += ", or name who judged all (--grader, --against, --truth): number@2-final\n"
+    assert main(["compare", str(out), str(out), "--grader", "final", "--no-figures"]) == 1
     assert half in capsys.readouterr().err
-    assert main(["calibrate", str(out)]) == 1
+    assert main(["calibrate", str(out), "--truth", "final"]) == 1
     assert half in capsys.readouterr().err
-    assert main(["regrade", str(out), "--grader", "boxed", "--no-figures"]) == 1
+    assert main(["regrade", str(out), "--grader", "boxed", "--against", "final", "--no-figures"]) == 1
     assert half in capsys.readouterr().err
     assert not list((out / "in-domain").glob("verdicts-boxed*"))  # nobody judged in vain
     assert main(["regrade", str(out), "--grader", "final", "--no-figures"]) == 0
-    assert main(["compare", str(out), str(out), "--no-figures"]) == 0
+    assert main(["compare", str(out), str(out), "--grader", "final", "--no-figures"]) == 0
     assert "| in-domain | sampled at 1, 8 and 8 each | 3     | 0.250" in capsys.readouterr().out
+
+
+def graded_by_an_older_version(out: Path) -> None:
+    """As if final had had the version 0, which is installed nowhere any more, when it judged these answers."""
+    old = out / "in-domain" / "verdicts-final@1.jsonl"
+    old.with_name("verdicts-final@0.jsonl").write_text(
+        "".join(json.dumps(each | {"version": "0"}) + "\n" for each in lines(old))
+    )
+    old.unlink()
+    run = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps(run | {"graders": ["final@0"]}))
+
+
+def test_a_version_that_is_installed_no_more_holds_nothing_up(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of eight answers to each item the first two are right; only these were judged by final@0, all by final@1."""
+    service.answer = Answers(lambda n, number: n if number < 2 else n + 1)
+    items, out = write_items(tmp_path / "a.jsonl", 3), tmp_path / "run"
+    assert evaluate(service, out, items, "--samples", "2", "--logprobs") == 0
+    graded_by_an_older_version(out)
+    assert evaluate(service, out, items, "--samples", "8", "--logprobs") == 0
+    capsys.readouterr()
+    assert main(["compare", str(out), str(out), "--no-figures"]) == 0
+    said = capsys.readouterr().out
+    assert "| in-domain | sampled at 1, 8 and 8 each | 3     | 0.250" in said
+    assert "- Graded by final@1: the first's own grader, final@0, did not judge every answer of both.\n" in said
+    assert json.loads((out / "compare" / "compare.json").read_text())["grader"] == "final@1"
+    assert main(["calibrate", str(out)]) == 0
+    assert "held against final@1" in capsys.readouterr().out
+    assert main(["regrade", str(out), "--grader", "final", "--no-figures"]) == 0
+    assert "final@1 judged these answers before" in capsys.readouterr().err
+    assert main(["regrade", str(out), "--grader", "number", "--no-figures"]) == 0
+    assert "Of 24 answers 0 are judged differently" in capsys.readouterr().out
+    assert main(["regrade", str(out), "--grader", "number", "--against", "final@0"]) == 1
+    said = "were not graded by final@0: regrade them, or name who judged all (--grader, --against, --truth): "
+    assert f"18 answers to in-domain {said}final@1, number@2-final\n" in capsys.readouterr().err
+
+
+def test_two_evaluations_are_compared_by_a_grader_that_judged_all_of_both(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first was judged by final@0, and then by final@1, which judged the second: half of its answers are right."""
+    service.answer = Answers(lambda n, number: n)
+    items, before, after = write_items(tmp_path / "a.jsonl", 4), tmp_path / "before", tmp_path / "after"
+    assert evaluate(service, before, items) == 0
+    graded_by_an_older_version(before)
+    service.answer = Answers(lambda n, number: n if n < 2 else 0)
+    assert evaluate(service, after, items) == 0
+    capsys.readouterr()
+    assert main(["compare", str(before), str(after), "--no-figures"]) == 1
+    assert f"{after} was not graded by final@0, only by final@1" in capsys.readouterr().err
+    assert main(["regrade", str(before), "--grader", "final", "--no-figures"]) == 0
+    assert main(["compare", str(before), str(after), "--no-figures"]) == 0
+    found = json.loads((after / "compare" / "compare.json").read_text())
+    assert (found["grader"], found["sets"][0]["difference"]["value"]) == ("final@1", -0.5)
+
+
+def test_where_nobody_judged_every_answer_any_grader_may(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Judged by final@0, then more was sampled, and the command ended before it graded."""
+    service.answer = Answers(lambda n, number: n if number < 2 else n + 1)
+    items, out = write_items(tmp_path / "a.jsonl", 3), tmp_path / "run"
+    assert evaluate(service, out, items, "--samples", "2") == 0
+    graded_by_an_older_version(out)
+    assert evaluate(service, out, items, "--samples", "8") == 0
+    (out / "in-domain" / "verdicts-final@1.jsonl").unlink()
+    capsys.readouterr()
+    assert main(["compare", str(out), str(out), "--no-figures"]) == 1
+    assert "18 answers to in-domain were not graded by final@0: regrade them\n" in capsys.readouterr().err
+    assert main(["regrade", str(out), "--grader", "final", "--no-figures"]) == 0
+    said = capsys.readouterr()
+    assert "no other grader judged every answer: there is nothing to compare it with" in said.err
+    assert "| in-domain | sampled at 1, 8 each | 3     | 0.250" in said.out
+    assert main(["compare", str(out), str(out), "--no-figures"]) == 0
 
 
 @pytest.mark.parametrize("content", ["5", "null", "[]", '{"format": 1, "scenario": "s"}', "[" * 100_000])
@@ -494,7 +571,7 @@ def test_settings_that_mean_nothing_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["../up", "summary.json", "."])
+@pytest.mark.parametrize("name", ["../up", ".", "summary.json", "run.json.new", "table.md", "accuracy.png", "compare"])
 def test_a_sets_name_is_that_of_a_directory_and_of_no_file_beside_it(
     service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -502,3 +579,11 @@ def test_a_sets_name_is_that_of_a_directory_and_of_no_file_beside_it(
         evaluate(service, tmp_path / "run", write_items(tmp_path / "a.jsonl", 1), "--set", f"{name}=a.jsonl")
     assert "a set's name has letters" in capsys.readouterr().err
     assert service.requests == []
+
+
+def test_a_set_whose_name_has_dots_is_gone_on_with(service: Any, tmp_path: Path) -> None:
+    service.answer = Answers(lambda n, number: n)
+    items, out = write_items(tmp_path / "a.jsonl", 2), tmp_path / "run"
+    for samples in ("1", "3"):
+        assert evaluate(service, out, items, "--set", f"compare.v1.json-2={items}", "--samples", samples) == 0
+    assert len(lines(out / "compare.v1.json-2" / "responses.jsonl")) == 6

@@ -1,9 +1,12 @@
 """The json-schema grader: one JSON value, valid or not, and texts that would keep a validator busy."""
 
+import asyncio
 import json
+import os
 import time
 
 import pytest
+from reef_harness import Item
 from reef_harness.graders.json_schema import JsonSchemaGrader
 
 pytest.importorskip("jsonschema", reason="the extra json-schema is not installed")
@@ -85,6 +88,11 @@ def test_a_gold_that_is_no_schema_of_its_own_is_an_error(gold: str) -> None:
         grade('{"a": 1}', gold)
 
 
+def test_a_pattern_that_is_only_pythons_is_an_error() -> None:
+    with pytest.raises(ValueError, match="gold"):
+        grade('"ABC"', '{"pattern": "(?i)^abc$"}')
+
+
 def test_a_draft_may_be_named() -> None:
     older = json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "integer"}]})
     assert grade('["x"]', older) == ("incorrect", "invalid")
@@ -104,6 +112,14 @@ def test_a_draft_may_be_named() -> None:
             },
             ['{"a": {"b": 19.99}}'],
             ['{"a": {"b": 19.991}}'],
+        ),
+        *(
+            ({**root, "$ref": "money", "$defs": {"money": bundled}}, ["19.99"], ["19.991"])
+            for root in ({}, {"$schema": "https://json-schema.org/draft/2020-12/schema"})
+            for bundled in (
+                {"$schema": draft, "$id": "money", "multipleOf": 0.01}
+                for draft in ("https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#")
+            )
         ),
     ],
 )
@@ -132,3 +148,20 @@ def test_multiples_are_those_of_the_decimals_as_written(
 def test_patterns_are_those_of_ecma(schema: dict[str, object], valid: list[object], invalid: list[object]) -> None:
     assert {grade(json.dumps(answer), json.dumps(schema)) for answer in valid} == {("correct", "valid")}
     assert {grade(json.dumps(answer), json.dumps(schema)) for answer in invalid} == {("incorrect", "invalid")}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12: it is meant here
+def test_a_fork_judges_with_threads_of_its_own() -> None:
+    grader, item = JsonSchemaGrader(parallel=1, timeout_s=60), Item.from_text("a", "One.", SCHEMA)
+
+    def outcome() -> str:
+        return asyncio.run(asyncio.wait_for(grader.judge(item, '{"a": 1}', "stop"), 120)).outcome
+
+    assert outcome() == "correct"
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(0 if outcome() == "correct" else 1)
+        finally:
+            os._exit(2)  # it hung, or failed
+    assert os.waitpid(child, 0)[1] == 0
+    assert outcome() == "correct"

@@ -13,7 +13,7 @@ from reef_harness.drivers.records import Records, Rollout
 from reef_harness.errors import HarnessError
 from reef_harness.monitor import Gate, Gates, Run, best, check, correlation, from_file, read_gates
 from reef_harness.monitor.figures import Reading, answers, binned, held_out, readings
-from reef_harness.monitor.gates import DEFAULT
+from reef_harness.monitor.gates import DEFAULT, strangers
 from reef_harness.monitor.page import page
 from reef_harness.monitor.statistics import ranks
 from reef_harness.types import Item
@@ -399,6 +399,18 @@ def test_the_exit_status_says_whether_a_release_is_eligible(tmp_path: Path, caps
     sentence = "no release has a figure acuracy; the nearest name is accuracy"
     assert sentence in capsys.readouterr().err
     assert f"- {sentence}\n" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_part_of_the_reward_is_offered_only_for_a_part_of_the_reward() -> None:
+    """What is paid in training is no held-out figure, whose name it may have; the gate on that would never pass."""
+    first = release(0)
+    run = Run("sums", chain({**first, "metrics": {"reward/accuracy": 0.5, "grpo/entropy": 1.0}}).releases, None, None)
+    asked = gates(*(Gate(name, min=0.0) for name in ("reward/acuracy", "entropie")))
+    assert strangers(run, asked) == [
+        "no release has a figure reward/acuracy; the nearest name is reward/accuracy",
+        "no release has a figure entropie; the nearest name is entropy",
+        "no release has a figure accuracy",
+    ]
 
 
 def test_records_add_answers_to_the_page(tmp_path: Path) -> None:

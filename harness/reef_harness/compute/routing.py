@@ -52,7 +52,7 @@ async def route(
 
     async def vote(asker: Asker, item: Item, found: Drawn) -> Outcome:
         async with slots:
-            outcome = await _vote(asker, item, found, read, most)
+            outcome = await _vote(asker, item, found, read, first, most)
         if progress:
             progress(outcome)
         return outcome
@@ -85,10 +85,10 @@ def _need(drawn: Drawn) -> float:
     return votes.entropy if votes.leaders or not drawn else math.log(len(drawn) + 1)
 
 
-async def _vote(asker: Asker, item: Item, drawn: Drawn, read: Read, most: int) -> Outcome:
+async def _vote(asker: Asker, item: Item, drawn: Drawn, read: Read, first: int, most: int) -> Outcome:
     if isinstance(drawn, HarnessError):
         return failed(item, asker, drawn)
-    agreed = 0 < len(drawn) < most and _need(drawn) == 0
+    agreed = first <= len(drawn) < most and _need(drawn) == 0
     try:
         outcome = await self_consistency(asker, item, read, len(drawn) if agreed else most, drawn=drawn)
     except HarnessError as error:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -26,7 +26,8 @@ from reef_harness.evaluation.sample import Settings
 from reef_harness.types import Item, Json
 
 FORMAT = 1
-_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # with a dot it could be that of a file beside it: summary.json
+# Not that of what is written beside it: summary.json, table.md, compare/.
+_SET_NAME = re.compile(r"(?!compare$|.*\.(?:json|md|png|new)$)[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +183,17 @@ class Bank:
         if not file.exists():
             raise HarnessError(f"{self.path}: {name} was not graded by {grader}, only by {', '.join(self.graders())}")
         found = read_graded(file)
-        judged = {verdict.key for verdict in found}
-        if lacking := sum(each.is_answer and each.key not in judged for each in self.responses(name)):
-            raise HarnessError(f"{self.path}: {lacking} answers to {name} were not graded by {grader}: regrade them")
+        if lacking := self._num_lacking(name, found):
+            whole = ", ".join(self.complete())
+            others = f", or name who judged all (--grader, --against, --truth): {whole}" if whole else ""
+            raise HarnessError(
+                f"{self.path}: {lacking} answers to {name} were not graded by {grader}: regrade them{others}"
+            )
         return found
+
+    def _num_lacking(self, name: str, verdicts: Sequence[Graded]) -> int:
+        judged = {verdict.key for verdict in verdicts}
+        return sum(each.is_answer and each.key not in judged for each in self.responses(name))
 
     def graders(self) -> list[str]:
         """The graders that judged every set, as id@version; the first is the evaluation's own."""
@@ -195,15 +203,30 @@ class Bank:
         known = [grader for grader in self._rest["graders"] if grader in everywhere]
         return known + sorted(everywhere - set(known))
 
+    def complete(self) -> list[str]:
+        """Those of :meth:`graders` that judged every answer that is there."""
+        return [
+            grader
+            for grader in self.graders()
+            if not any(
+                self._num_lacking(name, read_graded(self.verdicts_file(name, grader))) for name in self.asked.sets
+            )
+        ]
+
     def grader(self, named: str | None) -> str:
-        """The grader that ``named`` means (id, or id@version), or the evaluation's own. Raises HarnessError."""
+        """The grader that ``named`` means (id, or id@version). None: the first that judged every answer.
+
+        Where none did, that is the evaluation's own. Raises HarnessError.
+        """
         there = self.graders()
         if not there:
             raise HarnessError(f"the answers in {self.path} are not all sampled and graded yet")
-        found = [grader for grader in there if named in (None, grader, grader.rpartition("@")[0])]
+        if named is None:
+            return (self.complete() or there)[0]
+        found = [grader for grader in there if named in (grader, grader.rpartition("@")[0])]
         if not found:
             raise HarnessError(f"{self.path} was not graded by {named}, only by {', '.join(there)}")
-        if named is not None and len(found) > 1:
+        if len(found) > 1:
             raise HarnessError(f"{self.path} was graded by {' and '.join(found)}: say which")
         return found[0]
 
@@ -268,7 +291,10 @@ def items_file(path: Path) -> tuple[ItemsFile, list[Item], list[str]]:
 def check_set_name(name: str) -> str:
     """A set's name, which is a directory's, too. Raises ValueError for one that is none."""
     if not _SET_NAME.fullmatch(name):
-        raise ValueError(f"a set's name has letters, digits, '_' and '-', got {name!r}")
+        raise ValueError(
+            f"a set's name has letters, digits, '.', '_' and '-', is not compare and does not end in .json, .md, .png "
+            f"or .new, got {name!r}"
+        )
     return name
 
 

@@ -182,7 +182,7 @@ def _all_measured(bank: Bank, grader: str, found: measure.Found) -> bool:
 def _add_regrade(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", type=Path, help="of an evaluation")
     _add_grading(parser)
-    parser.add_argument("--against", help="the grader to compare with (default: the evaluation's own)")
+    parser.add_argument("--against", help="the grader to compare with (default: the first that judged every answer)")
     _add_figures(parser)
     parser.set_defaults(run=_regrade)
 
@@ -196,14 +196,16 @@ def _regrade(arguments: argparse.Namespace) -> int:
 def _regrade_held(arguments: argparse.Namespace) -> int:
     bank = Bank.open(arguments.dir)
     old = bank.grader(arguments.against)
+    alone = arguments.against is None and not bank.complete()  # more was sampled, and nobody judged it
     grader = grader_of(arguments.grader)
-    if f"{grader.id}@{grader.version}" != old:
+    if f"{grader.id}@{grader.version}" != old and not alone:
         for name in bank.asked.sets:
             bank.verdicts(name, old)  # what cannot be compared afterwards is said before anybody judges
     new = asyncio.run(measure.judge(bank, grader, at_once=arguments.grade_at_once))
     found = _write(bank, new, arguments.figures)
-    if new == old:
-        _say(f"{new} judged these answers before: there is nothing to compare it with")
+    if new == old or alone:
+        why = "no other grader judged every answer" if alone else f"{new} judged these answers before"
+        _say(f"{why}: there is nothing to compare it with")
         return 0 if _all_measured(bank, new, found) else 1
     differs = regrade.disagreement(bank, old, new)
     text = regrade.text_of(differs)
@@ -221,7 +223,7 @@ def _regrade_held(arguments: argparse.Namespace) -> int:
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="DIR_A", help="of an evaluation: before")
     parser.add_argument("second", type=Path, metavar="DIR_B", help="of another on the same items: after")
-    parser.add_argument("--grader", help="whose verdicts (default: the first evaluation's own)")
+    parser.add_argument("--grader", help="whose verdicts (default: the first grader that judged every answer of both)")
     parser.add_argument("--intersection", action="store_true", help="where items differ, compare those that do not")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="directory (default: DIR_B/compare)")
@@ -244,7 +246,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             "first": str(first.path.resolve()),
             "second": str(second.path.resolve()),
             "releases": [first.answered_by, second.answered_by],
-            "grader": first.grader(arguments.grader),
+            "grader": compare.grader_of_both(first, second, arguments.grader),
             "sets": [each.json() for each in found],
             "remarks": remarks,
         },
@@ -288,7 +290,9 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scorer", default=scorer.LOGPROB, help="of an evaluation: logprob (default), or a grader that judged it"
     )
-    parser.add_argument("--truth", help="of an evaluation: the grader that is believed (default: its own)")
+    parser.add_argument(
+        "--truth", help="of an evaluation: the grader that is believed (default: the first that judged all)"
+    )
     parser.add_argument("--bins", type=int, default=BINS, help="how many spans of scores (default: %(default)s)")
     parser.add_argument("--equal-counts", action="store_true", help="bins of as many scores each, not of equal width")
     parser.add_argument("--out", type=Path, help="directory (default: FILE's, or DIR)")

@@ -71,9 +71,7 @@ def compare(
     Items must be the same on both sides, or with ``intersection`` those that are are compared. Raises HarnessError
     where they are not, where no set is in both, or where they have no grader in common.
     """
-    by = first.grader(grader)
-    if by not in second.graders():
-        raise HarnessError(f"{second.path} was not graded by {by}, only by {', '.join(second.graders()) or 'nobody'}")
+    by = grader_of_both(first, second, grader)
     names = [name for name in first.asked.sets if name in second.asked.sets]
     if not names:
         raise HarnessError(
@@ -81,6 +79,8 @@ def compare(
             f"{second.path}"
         )
     remarks = _remarks(first, second)
+    if grader is None and by != (own := first.graders()[0]):
+        remarks.append(f"Graded by {by}: the first's own grader, {own}, did not judge every answer of both.")
     found: list[Comparison] = []
     for name in names:
         items, remark = _common(first, second, name, intersection)
@@ -95,6 +95,19 @@ def compare(
     if not found:
         raise HarnessError("the two were sampled at different temperatures: nothing can be compared")
     return found, remarks
+
+
+def grader_of_both(first: Bank, second: Bank, named: str | None) -> str:
+    """The grader of ``first`` that ``named`` means. None: the first of them that judged every answer on both sides.
+
+    Where none did, that is as of :meth:`Bank.grader`. Raises HarnessError where the second was not graded by it.
+    """
+    whole = second.complete() if named is None else []
+    shared = [each for each in first.complete() if each in whole] if whole else []
+    by = shared[0] if shared else first.grader(named)
+    if by not in second.graders():
+        raise HarnessError(f"{second.path} was not graded by {by}, only by {', '.join(second.graders()) or 'nobody'}")
+    return by
 
 
 def text_of(found: Sequence[Comparison], remarks: Sequence[str], names: tuple[str, str]) -> str:

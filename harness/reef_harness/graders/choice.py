@@ -19,10 +19,18 @@ _END = " \t\r\n.:)"
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The letters that a place names; none where it holds something else. ``prose``: words stand beside them."""
+    """The letters that a place names; none where it holds something else. ``prose``: words stand beside them.
+
+    ``first`` is the letter that it begins with, "" where that is a word.
+    """
 
     letters: frozenset[str] = frozenset()
     prose: bool = False
+    first: str = ""
+
+    def says(self, letter: str) -> bool:
+        """Whether it says this one, and not perhaps another: "B, since A is false" says B."""
+        return len(self.letters) == 1 or self.first == letter
 
 
 class ChoiceGrader(Grader):
@@ -59,10 +67,10 @@ class ChoiceGrader(Grader):
             return self.malformed("several_choices", f"read {' and '.join(sorted(letters))}")
         if len(named) < len(places) or not agreed <= set(self.options):
             return self.malformed("not_a_choice")
-        if all(place.prose for place in places):
+        letter = min(agreed)  # one, unless all are prose
+        if all(place.prose for place in places) or not all(place.says(letter) for place in places):
             reason = "text_beside" if len(letters) == 1 else "several_in_prose"
             return self.review(reason, f"read {' and '.join(sorted(letters))}, and words beside")
-        letter = min(agreed)  # one, since a place that is not prose names one
         right = letter == gold
         return self.decided(right, "equal" if right else "wrong_choice", f"read {letter}")
 
@@ -119,7 +127,7 @@ class ChoiceGrader(Grader):
         named = frozenset(_ALONE.findall(plain))
         if len(named) > 1 and _LIST.fullmatch(plain):
             return _Place(named)
-        return _Place(named & set(self.options), prose=True)
+        return _Place(named & set(self.options), prose=True, first=first[1] if first else "")
 
 
 def _plain(text: str) -> str:

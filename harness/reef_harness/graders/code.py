@@ -1,18 +1,18 @@
 """``code``: a Python program, run against tests in a sandbox. What is expected never enters the sandbox."""
 
-import asyncio
+import ast
 import json
 import math
 import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reef_harness.graders.base import BadGold, Grader, Verdict
+from reef_harness.graders.pool import Pool
 from reef_harness.graders.process import Finished
 from reef_harness.graders.sandbox import Isolation, Limits, Sandbox, SandboxFailed
 from reef_harness.types import Item
@@ -21,8 +21,6 @@ __all__ = ["CodeGrader", "Limits"]
 
 # Indentation, the fence, a language and whatever else stands on its line, title=sum.py for instance.
 _FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`\n]*+$", re.MULTILINE)
-_ITEM = re.compile(r"^[ \t]*+(?:[-*+]|[0-9]++[.)])[ \t]", re.MULTILINE)  # of a list: a fence may be further in
-_DEEPEST = 3  # blanks before a fence
 _PYTHON = ("", "python", "python3", "py", "py3")
 _MAX_SOURCE = 200_000  # characters
 _SHOWN = 200  # characters of an input or output in a verdict's detail
@@ -68,11 +66,11 @@ class CodeGrader(Grader):
     ) -> None:
         self._sandbox = Sandbox(limits, isolation, python)
         self.version = "2" if isolation == "namespaces" else "2-process"
-        self._pool = ThreadPoolExecutor(parallel or os.cpu_count() or 1, thread_name_prefix="reef-code")
+        self._pool = Pool(parallel or os.cpu_count() or 1, "reef-code")
 
     async def grade_later(self, item: Item, gold: str, text: str, finish_reason: str) -> Verdict:
         """As :meth:`grade`, without holding up the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.grade, text, gold, finish_reason)
+        return await self._pool.run(self.grade, text, gold, finish_reason)
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer. Raises BadGold for a gold that is not as described."""
@@ -102,9 +100,12 @@ class CodeGrader(Grader):
 
 
 def _blocks(text: str) -> list[str]:
-    """The fenced blocks of Python; the whole text where there are no fences. A fence that is not closed is none."""
-    item = _ITEM.search(text)
+    """The fenced blocks of Python; the whole text where it has no fences, or is a program with some in its strings.
+
+    A fence that is not closed is none. A longer one of another language, ````markdown, may hold the answer's own.
+    """
     opening: re.Match[str] | None = None
+    around = ""  # the marks of a longer fence
     blocks, fenced = [], False
     for fence in _FENCE.finditer(text):
         if opening and (_indent(fence) > _indent(opening) or not fence[2].startswith(opening[2])):
@@ -113,14 +114,23 @@ def _blocks(text: str) -> list[str]:
             if opening[3].lower() in _PYTHON:
                 blocks.append(_dedented(text[opening.end() + 1 : fence.start()], opening[1]))
             opening = None
-        elif _opens(fence, item is not None and item.end() < fence.start()):
-            opening, fenced = fence, True  # one that was open before was never closed
-    return blocks if fenced or not text.strip() else [text]
+        elif around and not fence[3] and fence[2].startswith(around):
+            around = ""
+        else:  # one that was open before was never closed
+            longer = len(fence[2]) > 3 and fence[3].lower() not in _PYTHON
+            opening, around, fenced = (None, fence[2], True) if longer else (fence, around, True)
+    return [text] if text.strip() and (not fenced or _only_code(text)) else blocks
 
 
-def _opens(fence: "re.Match[str]", in_list: bool) -> bool:
-    """Whether it is no part of a docstring in an answer that is only code: where it is indented, two of three signs."""
-    return not fence[1] or (_indent(fence) <= _DEEPEST) + bool(fence[3]) + in_list >= 2
+def _only_code(text: str) -> bool:
+    """Whether it is Python with its fences: they stand in strings, since a backtick elsewhere is no Python."""
+    if len(text) > _MAX_SOURCE:
+        return False
+    try:
+        lines = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return not all(isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) for line in lines)  # only quoted
 
 
 def _indent(fence: "re.Match[str]") -> int:

@@ -63,8 +63,8 @@ def compare(gold: str, answer: str) -> Comparison:
     found = _compare(right, given, 0)
     if found.result == "equal" and _listed(gold, right, answer, given):
         return Comparison("review", "ambiguous", "one number, or a list")
-    if found.result == "different" and _words(given) and given.casefold() == right.casefold():
-        return Comparison("review", "case_differs")
+    if found == _DIFFERENT and (_QUAD.search(gold) is None) != (_QUAD.search(answer) is None):
+        return Comparison("review", "not_evaluated", "a wide blank may part the elements of a list")
     return found
 
 
@@ -77,7 +77,9 @@ def canonical(answer: str) -> str | None:
 
 
 def _canonical(text: str, depth: int) -> str:
-    text = _one_number(_ASSIGNED.sub("", text))
+    if depth < MAX_NESTING and (named := _ASSIGNED.match(text)):  # x=2 is not y=2
+        return named[0] + _canonical(text[named.end() :], depth + 1)
+    text = _one_number(text)
     if text != "," and depth < MAX_NESTING and (found := _collection(text)):  # "," stands for an empty element
         elements = [_canonical(element, depth + 1) for element in found.elements]
         inside = ",".join(sorted(elements) if found.unordered else elements)
@@ -91,7 +93,8 @@ def _canonical(text: str, depth: int) -> str:
 
 # Between digits a blank beside a comma, and a wide blank, part the elements of a list; without it they part thousands.
 _BLANK = r"(?:\s|~|\\[,;: ])"
-_APART = re.compile(rf"[0-9]{_BLANK}*,{_BLANK}+[0-9]|[0-9]{_BLANK}+,|\\q?quad(?![A-Za-z])")
+_QUAD = re.compile(r"\\q?quad(?![A-Za-z])")
+_APART = re.compile(rf"[0-9]{_BLANK}*,{_BLANK}+[0-9]|[0-9]{_BLANK}+,|{_QUAD.pattern}")
 _THOUSANDS = re.compile(r"(?<![0-9])[1-9][0-9]{0,2}(?:[, ][0-9]{3})+(?![0-9])")
 
 
@@ -156,8 +159,9 @@ def _compare_grouped(gold: str, answer: str, single: str, depth: int) -> Compari
         found = _collection(listed)
         if found and len(found.elements) == 1 and _compare(found.elements[0], other, depth + 1).result != "different":
             return Comparison("review", "delimiters_differ")
-    if _DECIMAL_COMMA.fullmatch(answer) and _compare(gold, answer.replace(",", "."), depth + 1).result == "equal":
-        return Comparison("review", "ambiguous", f"{answer} is a list, or has a decimal comma")
+    pointed = [side.replace(",", ".") if _DECIMAL_COMMA.fullmatch(side) else side for side in (gold, answer)]
+    if pointed != [gold, answer] and _compare(*pointed, depth + 1).result == "equal":
+        return Comparison("review", "ambiguous", "a list, or a decimal comma")
     return _compare_bare(gold, answer)
 
 
@@ -187,7 +191,7 @@ def _compare_collections(gold: _Collection, answer: _Collection, depth: int) -> 
         return found if found is _DIFFERENT else Comparison("review", "delimiters_differ")
     pairs = zip(gold.elements, answer.elements, strict=True)
     found = _together([_compare(right, given, depth + 1) for right, given in pairs])
-    if found.result == "different" and not gold.opening and _matched(gold, answer, depth).result == "equal":
+    if found.result == "different" and not gold.opening and _matched(gold, answer, depth).result != "different":
         return Comparison("review", "order_differs")
     return found
 
@@ -280,9 +284,7 @@ def _split(pieces: list[str]) -> tuple[str, ...]:
 
 _UNIT = re.compile(r"(?:\\?%|\^\{?\\circ\}?|\\(?:text|textrm|mathrm|mbox)\{[^{}]*\})$")
 # A list, a vector or a set in other words: words between the elements, a semicolon, a matrix, a name beside it.
-_SEVERAL = re.compile(
-    r"^\]|\[$|;|&|\\\\|\\(?:land|lor|wedge|vee|quad|text|textrm|mathrm|mbox)(?![A-Za-z])|\b(?:and|or)\b"
-)
+_SEVERAL = re.compile(r"^\]|\[$|;|&|\\\\|\\(?:land|lor|wedge|vee|text|textrm|mathrm|mbox)(?![A-Za-z])|\b(?:and|or)\b")
 # What stands for several elements among others.
 _MANY = re.compile(
     r";|[0-9]:[0-9]+:|\.\.\.|\b(?:and|or)\b|\\(?:pm|mp|dots|ldots|cdots|land|lor|wedge|vee|cup|in)(?![A-Za-z])"
@@ -310,6 +312,8 @@ def _compare_single(gold: str, answer: str) -> Comparison:
     gold, answer = _one_number(gold), _one_number(answer)
     if gold == answer:
         return _SAME_VALUE
+    if _words(answer) and answer.casefold() == gold.casefold():
+        return Comparison("review", "case_differs")
     (right, right_unit), (given, given_unit) = _unit(gold), _unit(answer)
     if right_unit != given_unit and right and given:
         return Comparison(

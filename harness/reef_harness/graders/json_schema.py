@@ -1,13 +1,12 @@
 """``json-schema``: one JSON value that a schema accepts (extra ``json-schema``)."""
 
-import asyncio
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reef_harness.graders.apart import ScriptFailed, TookTooLong, ask, need
 from reef_harness.graders.base import BadGold, Grader, Verdict
+from reef_harness.graders.pool import Pool
 from reef_harness.types import Item
 
 _SCRIPT = Path(__file__).with_name("json_schema_script.py")
@@ -30,11 +29,11 @@ class JsonSchemaGrader(Grader):
     def __init__(self, *, timeout_s: float = 10.0, memory_mib: int = 1024, parallel: int | None = None) -> None:
         need("jsonschema", "json-schema")
         self.timeout_s, self.memory_mib = timeout_s, memory_mib
-        self._pool = ThreadPoolExecutor(parallel or os.cpu_count() or 1, thread_name_prefix="reef-json-schema")
+        self._pool = Pool(parallel or os.cpu_count() or 1, "reef-json-schema")
 
     async def grade_later(self, item: Item, gold: str, text: str, finish_reason: str) -> Verdict:
         """As :meth:`grade`, without holding up the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.grade, text, gold, finish_reason)
+        return await self._pool.run(self.grade, text, gold, finish_reason)
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer. Raises BadGold for a gold that is no schema, or refers to one that is not there."""

@@ -36,14 +36,13 @@ def check(schema_text: str, answer_text: str) -> dict[str, str]:
         schema = read(schema_text)
         if not isinstance(schema, dict | bool):
             return {"result": "bad_gold", "detail": f"a schema is an object, true or false, got {schema_text:.100}"}
-        default = None if isinstance(schema, dict) and "$schema" in schema else validators.Draft202012Validator
+        latest = exact_drafts()
+        default = None if isinstance(schema, dict) and "$schema" in schema else latest
         kind = validators.validator_for(schema, default=default)
         if kind is None:
             return {"result": "bad_gold", "detail": f"a draft that is not known: {schema_text:.300}"}
         kind.check_schema(schema)
         schema = translated(schema)
-        if isinstance(schema, dict):
-            schema.pop("$schema", None)  # where "#" is referred to, it would bring its own multipleOf back
     except (Refused, exceptions.SchemaError) as error:
         return {"result": "bad_gold", "detail": f"{error!s:.300}"}
     except Unresolvable as error:
@@ -53,8 +52,7 @@ def check(schema_text: str, answer_text: str) -> dict[str, str]:
     except Refused as error:
         return {"result": str(error.args[0])}
     try:
-        exact = validators.extend(kind, {"multipleOf": multiple_of})
-        found = exceptions.best_match(exact(schema, registry=REGISTRY).iter_errors(value))
+        found = exceptions.best_match(kind(schema, registry=REGISTRY).iter_errors(value))
     except Unresolvable as error:
         return {"result": "bad_gold", "detail": f"a reference that is not in the schema: {error!s:.300}"}
     except RecursionError:  # nesting of the value is bounded, so the schema refers to itself without an end
@@ -64,6 +62,21 @@ def check(schema_text: str, answer_text: str) -> dict[str, str]:
     if found is None:
         return {"result": "valid"}
     return {"result": "invalid", "detail": f"{found.json_path:.100}: {found.message:.300}"}
+
+
+def exact_drafts() -> Any:
+    """Make multipleOf exact in every draft, wherever a $schema names one, also in a bundled schema; the latest."""
+    from jsonschema import validators
+
+    drafts = (
+        validators.Draft4Validator,
+        validators.Draft6Validator,
+        validators.Draft7Validator,
+        validators.Draft201909Validator,
+        validators.Draft202012Validator,
+    )
+    made = [validators.extend(draft, {"multipleOf": multiple_of}, version=draft.__name__) for draft in drafts]
+    return made[-1]
 
 
 def multiple_of(validator: Any, divisor: Any, value: Any, schema: Any) -> Iterator[object]:

@@ -1,8 +1,6 @@
 """``math-verify``: the last ``\\boxed{}``, compared by the package of that name (extra ``math-verify``)."""
 
-import asyncio
 import os
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,6 +8,7 @@ from reef_harness.graders.apart import ScriptFailed, TookTooLong, need
 from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.graders.boxed import last_box
 from reef_harness.graders.notation import clean
+from reef_harness.graders.pool import Pool
 from reef_harness.graders.served import Servers
 from reef_harness.types import Item
 
@@ -33,11 +32,11 @@ class MathVerifyGrader(Grader):
         self.version = f"2-{version('math-verify')}"
         copies = parallel or os.cpu_count() or 1
         self._servers = Servers(_SCRIPT, copies)
-        self._pool = ThreadPoolExecutor(copies, thread_name_prefix="reef-math-verify")
+        self._pool = Pool(copies, "reef-math-verify")
 
     async def grade_later(self, item: Item, gold: str, text: str, finish_reason: str) -> Verdict:
         """As :meth:`grade`, without holding up the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.grade, text, gold, finish_reason)
+        return await self._pool.run(self.grade, text, gold, finish_reason)
 
     def grade(self, text: str, gold: str, finish_reason: str) -> Verdict:
         """Judge one answer. Raises BadGold for a gold that math-verify cannot read."""

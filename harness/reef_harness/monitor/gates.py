@@ -130,8 +130,13 @@ def strangers(run: Run, gates: Gates) -> list[str]:
     named = dict.fromkeys([*(gate.figure for gate in gates.gates), gates.best])
     absent = [name for name in named if not any(of_method(known, name) for known in each)]
     whole = {name for known in each for name in known}
-    short = {name.rpartition("/")[2] for name in whole if not name.startswith("reward/")}
-    near = {name: get_close_matches(name, sorted(whole | short), n=1) for name in absent}
+    parts = {name for name in whole if name.startswith("reward/")}  # no figure of another kind is meant by them
+    plain = whole - parts
+    plain |= {name.rpartition("/")[2] for name in plain}
+    near = {
+        name: get_close_matches(name, sorted(plain | parts if name.startswith("reward/") else plain), n=1)
+        for name in absent
+    }
     return [
         f"no release has a figure {name}" + (f"; the nearest name is {found[0]}" if found else "")
         for name, found in near.items()
