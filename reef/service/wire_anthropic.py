@@ -76,7 +76,7 @@ class OtherBlock(BaseModel):
     type: str
 
 
-_BLOCKS = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")  # no set: a list can be looked for
 
 
 def _tag(block: Any) -> str:

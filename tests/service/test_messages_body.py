@@ -449,3 +449,14 @@ def test_long_arguments_do_not_cost_the_square_of_their_length() -> None:
     sent = events(Blocks(True), ToolCallBegin(0, "t", "add"), *(ToolCallArguments(0, char) for char in text))
     assert 50 < len(sent) < 300
     assert json.loads("".join(event["delta"]["partial_json"] for event in sent if "delta" in event)) == json.loads(text)
+
+
+@pytest.mark.parametrize("kind", [[], ["text"], {}, {"text": "text"}, 1, True, None])
+def test_a_type_that_is_no_text_is_refused_where_it_stands(kind) -> None:
+    block = {"type": kind, "text": "x"}
+    within = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    for content in ([block], [within]):
+        assert refusal({"role": "user", "content": content}).param.startswith("messages.0.content.0")
+    assert refusal(system=[block]).param.startswith("system.0")
+    if kind is not None:  # a tool's is optional
+        assert refusal(tools=[{**TOOL, "type": kind}]).param.startswith("tools.0")
