@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from reef.config import Config
-from reef.errors import ConfigError
+from reef.errors import ConfigError, ReefError
 from reef.ledger import curve, scenarios
 from reef.ledger.ledger import Ledger
 from reef.ledger.scenarios import Scenario
@@ -153,6 +153,8 @@ class WandbLog:
             if stopping:
                 return after
             if after != written and not self._stopping.wait(2 * FLUSH_S):
+                if not _lives():  # it was killed, perhaps before it had written them
+                    raise ReefError("its process has ended")
                 mark.write(after)
             self._wake.wait()
 
@@ -270,10 +272,28 @@ def _tear_down() -> None:
 
 def _kill() -> None:
     """End wandb's process, a child of this one, should it be there still: it may hang at a network or a disk."""
-    left = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    left = _processes()
     for child in left:
         child.kill()
     psutil.wait_procs(left, timeout=_KILLED_S)
+
+
+def _processes() -> list[psutil.Process]:
+    """Wandb's, of those that this one has started."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "wandb-core":
+                found.append(child)
+    return found
+
+
+def _lives() -> bool:
+    for process in _processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 async def _ended(thread: threading.Thread, within_s: float) -> bool:
