@@ -215,13 +215,14 @@ def trl() -> str:
         for kind in ("phases", "cpu_s_per_release")
         for name in of[0][kind]
     ]
+    grown = " 5M is the\nstarter grown to 4.8M parameters that change nothing at first." if "5M" in models else ""
     return (
         f"{TRL_TITLE}\nGRPO by TRL's GRPOTrainer in one process (float32, no gradient checkpointing, no vLLM) and by\n"
         "the whole service: HTTP, a durable receipt for every answer, Ray, Megatron, a release for every step. Same\n"
         "model, prompts, grader, 8 x 8 samples a step, loss, learning rate. Wall clock and rollouts are those from\n"
         f"the first rollout to a gain in held-out accuracy ({found['problems']:,} problems, measured after the run,\n"
-        f"every {found['every']} steps); then both accuracies at the moment when TRL had reached it. 5M is the\n"
-        "starter grown to 4.8M parameters that change nothing at first (`make bench-trl`).\n\n"
+        f"every {found['every']} steps; –: not within {found['steps']}); then both accuracies at the moment when TRL\n"
+        f"had reached it (`make bench-trl`).{grown}\n\n"
         + rows(TRL_HEAD, trl_lines(runs))
         + "\n"
         + rows(["Model", "TRL, s a step", "Reef, s a release"], steps)
