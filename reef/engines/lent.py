@@ -145,8 +145,8 @@ class LentEngine:
 async def _stop(replica: Replica, published: Published) -> None:
     try:
         await replica.stop()
-    except Exception:  # noqa: BLE001 - nobody waits for it who could be told
-        log.exception("the engine that was lent for %s does not end", published.release_id)
+    except Exception as error:  # noqa: BLE001 - nobody waits for it who could be told
+        log.exception("the engine that was lent for %s does not end: %s", published.release_id, error)
 
 
 def _failure(published: Published, error: Exception) -> Exception:
