@@ -20,7 +20,7 @@ test: lint postgres sandbox sglang-cpu  ## set up, check style, types and floors
 	@test -z "$$CI$(HARBOR_PYTHON)" && echo "No Python >= 3.12 is here, so Harbor's tests are skipped: make test-harbor" \
 	|| $(MAKE) test-harbor
 
-test-fast: $(INSTALLED)  ## under two minutes: no Ray, and one shared record-only service
+test-fast: $(INSTALLED)  ## about two minutes on two cores: no Ray, and one shared record-only service
 	$(RUN) pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-harbor: $(INSTALLED) $(HARBOR) sandbox  ## Harbor's own command and agents against the real service
