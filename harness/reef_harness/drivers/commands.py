@@ -52,8 +52,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=_count, default=64, help="tokens of an answer at most (default: %(default)s)"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
-    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S,
-                        help="seconds that an answer may take (default: %(default)g)")  # fmt: skip
+    parser.add_argument(
+        "--timeout-s", type=float, default=TIMEOUT_S, help="seconds that an answer may take (default: %(default)g)"
+    )
     parser.add_argument("--max-ahead", type=_ahead, metavar="N",
                         help="batches ahead of the releases (default: groups 1, stream: any)")  # fmt: skip
     parser.add_argument("--tags", type=_tag, nargs="*", default=[], metavar="NAME=VALUE", help="kept with each answer")
