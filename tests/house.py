@@ -266,8 +266,10 @@ class House:
             await self.loop
         self.ledger.close()
 
-    async def grade(self, scores: tuple[float, ...] = (0.0, 1.0), group: str | None = None) -> list[str]:
-        """One group of graded answers from the release that is served; the names of the reports."""
+    async def grade(
+        self, scores: tuple[float, ...] = (0.0, 1.0), group: str | None = None, release: str | None = None
+    ) -> list[str]:
+        """One group of graded answers from `release`, else the one that is served; the names of the reports."""
         names = [next(self.names) for _ in scores]
         group = group or names[0]
         for score, name in zip(scores, names, strict=True):
@@ -281,7 +283,7 @@ class House:
                 body=b"{}",
                 created_at=0.0,
             )
-            spans = (Span(0, 1, str(self.engines.served)),)
+            spans = (Span(0, 1, release or str(self.engines.served)),)
             ids, logprobs = np.array([3], np.int32), np.array([-0.5], np.float32)
             generation = Generation(ids, logprobs, FinishReason.STOP, spans)
             receipt = receipts.make(request, 0, generation, "fake", name, 0.0)

@@ -175,18 +175,14 @@ def test_a_canary_is_compared_with_what_is_served_once_both_have_reports_enough(
     async def live() -> None:
         await house.open()
         house.run()
-        served = house.engines.served
         await house.grade()
         release = await held(house)
         assert house.engines.share == 0.5
         await house.grade((0.0, 1.0))
         await house.grade((0.0, 1.0))
         assert (await held(house)).id == release.id
-        house.engines.served, by_canary = release.id, served  # what the candidate answers
-        await house.grade((1.0, 1.0))
-        await house.grade((1.0, 0.0))
-        house.engines.served = by_canary
-        house.dispatcher.notify()
+        await house.grade((1.0, 1.0), release=release.id)  # what the candidate answers
+        await house.grade((1.0, 0.0), release=release.id)
         await house.until(lambda: release.id in house.engines.loads)
         (result,) = (await house.ledger.read(releases.evaluations_of, [release.id]))[release.id]
         assert result["reports"] == {"candidate": 4, "served": 4}

@@ -80,10 +80,8 @@ def test_a_rollback_gives_a_step_in_work_up_and_its_reports_wait_again(house: Ho
             return done
 
         loop = asyncio.get_running_loop()
-        # From release 1, an ancestor of what comes after the rollback.
-        house.engines.served = first.id
         house.trainer.step = step_and_be_asked  # type: ignore[assignment,method-assign]
-        names += await house.grade()
+        names += await house.grade(release=first.id)  # an ancestor of what comes after the rollback
         await house.until(lambda: len(asked) == 1 and asked[0].done())
         await house.waits()
         chain = await house.chain()
