@@ -51,7 +51,7 @@ class SyncClient:
         self._closing = threading.Lock()  # held until it is closed
         self._lock = threading.Lock()  # of the next two: nothing is begun once it is closed
         self._closed = False
-        self._begun: set[Future[Any]] = set()
+        self._begun: dict[Coroutine[Any, Any, Any], Future[Any] | None] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"reef client of {url}", daemon=True)
         self._thread.start()
@@ -79,8 +79,9 @@ class SyncClient:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()
-                for future in tuple(self._begun):
-                    future.cancel()
+                for future in tuple(self._begun.values()):
+                    if future is not None:
+                        future.cancel()
 
     @property
     def url(self) -> str:
@@ -217,10 +218,11 @@ class SyncClient:
             if self._closed:
                 work.close()
                 raise Closed(f"the client of {self.url} is closed")
+            self._begun[work] = None  # first: a Ctrl-C may come between any two lines
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._begun.add(future)
-        future.add_done_callback(self._begun.discard)
+            self._begun[work] = future
         try:
+            future.add_done_callback(lambda _: self._begun.pop(work, None))
             return future.result()
         except CancelledError:
             raise Closed(f"the client of {self.url} was closed meanwhile") from None
@@ -234,11 +236,17 @@ class SyncClient:
             raise Closed(f"the client of {self.url} was made in another process, {self._process}: make one in each")
 
     async def _end(self) -> None:
-        """Close the client, and end what still waits for an answer."""
+        """Close the client, and end what still waits for an answer.
+
+        Only what was begun here is cancelled: the tasks under it are their parents' to end. anyio cancels none of its
+        own before its first step, for the coroutine within would never be awaited.
+        """
         waiting = asyncio.all_tasks() - {asyncio.current_task()} - self._client.returns
         for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+            if task.get_coro() in self._begun:
+                task.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
         await self._client.close()
         await asyncio.get_running_loop().shutdown_asyncgens()
 

@@ -1,13 +1,16 @@
 """The client without asyncio: the same methods and results, from threads, under a running loop, and closed."""
 
 import asyncio
+import gc
 import inspect
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -89,7 +92,7 @@ def test_closed_it_says_so_leaves_no_thread_and_ends_who_waits(service: Any) -> 
 
     def wait() -> None:
         try:
-            client.wait_for_release(timeout_s=30.0, poll_s=0.01)
+            client.wait_for_release(poll_s=0.01)
         except e.Closed as error:
             caught.append(error)
 
@@ -130,6 +133,26 @@ def test_closed_beside_threads_that_ask_all_the_time_every_one_of_them_ends(serv
             thread.join(60)
         assert [thread for thread in threads if thread.is_alive()] == []
         assert len(ends) == 4
+
+
+def test_closed_while_connections_are_made_no_step_of_them_is_left_unawaited(service: Any) -> None:
+    """Warnings are errors here: what anyio has begun for a connection is anyio's to end."""
+    for round_ in range(40):
+        client = SyncClient(service.url, scenario="sums", retry=QUICK)
+
+        def ask(client: SyncClient = client) -> None:
+            with suppress(e.Closed):
+                client.scenarios()
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        time.sleep(round_ % 8 / 1000)
+        client.close()
+        for thread in threads:
+            thread.join(60)
+        assert [thread for thread in threads if thread.is_alive()] == []
+    gc.collect()
 
 
 def test_what_is_asked_once_closing_has_begun_is_refused_at_once(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +207,13 @@ def test_in_a_forked_process_every_call_says_that_the_client_is_of_another(servi
 
 
 def interrupt_once(begun: threading.Event) -> threading.Thread:
+    """Interrupt the main thread once it waits for an answer that has begun."""
+    main = threading.main_thread().ident or 0
+
     def send() -> None:
         begun.wait(60)
-        time.sleep(0.05)  # the main thread waits for the answer by then
+        while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=send)
@@ -194,6 +221,7 @@ def interrupt_once(begun: threading.Event) -> threading.Thread:
     return thread
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_within_a_stream_is_a_keyboard_interrupt_and_the_stream_is_over(service: Any) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -212,6 +240,7 @@ def test_ctrl_c_within_a_stream_is_a_keyboard_interrupt_and_the_stream_is_over(s
         assert client.ready()[0]  # the one connection is free
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_an_engine_starts_gives_it_back(service: Any) -> None:
     service.release_names = ["r0", "r1"]
     begun, go_on = threading.Event(), threading.Event()
