@@ -121,7 +121,8 @@ def test_each_replica_and_then_the_candidate_has_its_share_of_the_named_gpus(tmp
     assert made == {"engine-0": "7,6", "engine-1": "5,4", "engine-candidate": "3,2"}
 
 
-def test_a_candidate_for_whom_no_gpu_is_left_is_refused(tmp_path, config, on_gpus) -> None:
+def test_a_candidate_for_whom_no_gpu_is_left_is_refused(tmp_path, config, on_gpus, monkeypatch) -> None:
+    monkeypatch.setattr("reef.engines.sglang.options.is_installed", lambda package: True)  # also where it is not yet
     settings = config(tmp_path, *SGLANG, "--inference.devices", "[0]")
     with pytest.raises(EngineError, match="engine-candidate needs 1 GPUs of its own"):
         environment(settings, "engine-candidate", tmp_path, 1)
