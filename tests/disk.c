@@ -1,7 +1,7 @@
 /* A disk that can be slow, or read-only from one moment to the next, for the process that has this preloaded.
  *
- * Only for files under $REEF_DISK; while $REEF_DISK.slow is there a sync takes 2 s more, while $REEF_DISK.read-only
- * is there nothing is written. */
+ * Only for files under $REEF_DISK; while $REEF_DISK.slow is there no sync ends ($REEF_DISK.syncing says that one has
+ * begun), while $REEF_DISK.read-only is there nothing is written. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -41,7 +41,12 @@ static int refused(int is_here) {
 }
 
 static void take_time(int fd) {
-  if (open_here(fd) && is("slow")) sleep(2);
+  if (!open_here(fd) || !is("slow")) return;
+  char path[PATH_MAX];
+  snprintf(path, sizeof path, "%s.syncing", getenv("REEF_DISK"));
+  int marker = REAL(open)(path, O_WRONLY | O_CREAT, 0600);
+  if (marker >= 0) close(marker);
+  while (is("slow")) usleep(10000);
 }
 
 int fsync(int fd) { take_time(fd); return REAL(fsync)(fd); }

@@ -100,7 +100,7 @@ def test_a_release_that_cannot_be_sent_is_written_and_read(house: House) -> None
         house.run()
         house.faults.at("transfer", LoadFailedError("the group is gone"))
         names = await house.grade_and_wait()
-        assert house.faults.passed[-20:].count("load") == 1
+        assert house.faults.passed.count("load") == 1
         assert await on_disk(house) == [0, 1]
         await house.trained_once(names)
         await house.stop()

@@ -346,7 +346,7 @@ def test_an_unknown_target_gives_no_step_up(house: House) -> None:
         def step_and_be_asked(batch: object) -> object:
             asked = asyncio.run_coroutine_threadsafe(house.dispatcher.rollback("nothing"), loop)
             with pytest.raises(NotFoundError):
-                asked.result(10)
+                asked.result(60)
             return real(batch)  # type: ignore[arg-type]
 
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -14,12 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+import reef.dispatcher
 from reef.config import load
 from reef.errors import ConfigError
 from reef.ledger import releases, scenarios
@@ -31,6 +34,7 @@ from tests.house import SCENARIO, House
 from tests.wandb_files import HEADER, KEY, files, records, rows, run_of, serving
 
 ON = ("--observability.wandb.enabled", "true")
+CLOSE_S = 120.0  # for a run to end in order: an import of wandb alone may take many seconds on a busy machine
 KEYS = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE", "WANDB_SERVICE", "WANDB_IDENTITY_TOKEN_FILE")
 pytestmark = [
     pytest.mark.slow,  # the real package: a process of its own for each run
@@ -40,7 +44,12 @@ pytestmark = [
 
 
 def wandb_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.name() == "wandb-core"]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends meanwhile
+            if child.name() == "wandb-core":
+                found.append(child)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +59,10 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("NETRC", str(tmp_path / "no netrc"))
+    monkeypatch.setattr(reef.dispatcher, "WandbLog", partial(WandbLog, close_s=CLOSE_S))
     yield
+    for thread in [thread for thread in threading.enumerate() if thread.name == "wandb"]:
+        thread.join(60)  # one whose process was killed has still to notice it
     gc.collect()  # here, where what wandb forgot is no error
     assert wandb_processes() == []
     for left in Path(tempfile.gettempdir()).glob(f"wandb-{os.getpid()}-*"):  # of a process that was killed
@@ -82,7 +94,7 @@ class Life:
         self.config = load(None, ["--reef.run-dir", str(run_dir), *ON, *flags], {})
         self.files = run_dir / "wandb"
         self.ledger = Ledger.open(self.config.ledger_url)
-        self.log = WandbLog(self.config, self.ledger, **bounds)
+        self.log = WandbLog(self.config, self.ledger, **{"close_s": CLOSE_S} | bounds)
 
     async def release(self, count: int = 1) -> None:
         """Add links to the chain, and have them written."""
@@ -250,7 +262,7 @@ async def live():
     life = Life(Path(sys.argv[1]))
     await life.release(3)
     print("written", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 asyncio.run(live())
 """
@@ -311,7 +323,7 @@ def test_the_files_of_several_lives_are_synced_as_one_run_whatever_a_killed_one_
         env = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "HOME": str(tmp_path)}
         for run in sorted(runs.glob("offline-run-*")):  # as docs/observability.md says
             command = [str(Path(sys.executable).with_name("wandb")), "sync", str(run)]
-            subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=60, check=True)
+            subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=200, check=True)
         written = [(row["_step"], row["reward_mean"]) for row in server.runs[run_id]]
         assert written == [(number, number / 4) for number in range(1, 6)]
         assert list(server.runs) == [run_id]
@@ -343,16 +355,16 @@ def test_without_a_network_there_is_one_warning_and_the_service_ends_in_time(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("WANDB_API_KEY", KEY)
 
-    async def live() -> float:
+    async def live() -> None:
         life = Life(tmp_path / "run", close_s=1.0)
         await life.release(2)
         await until(wandb_processes)
-        began = time.monotonic()
-        await life.end()
-        return time.monotonic() - began
+        async with asyncio.timeout(60):  # wandb would try the network for hours
+            await life.end()
 
-    assert asyncio.run(live()) < 8
-    assert len(warnings(caplog)) == 1
+    asyncio.run(live())
+    (said,) = warnings(caplog)
+    assert "did not end within 1 s and was killed" in said
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -447,20 +459,19 @@ def test_a_disk_that_takes_nothing_for_a_while_is_one_warning_and_nothing_is_los
 def test_a_process_of_wandbs_that_hangs_does_not_keep_the_service_from_ending(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def live() -> float:
+    async def live() -> None:
         life = Life(tmp_path / "run", close_s=1.0)
         await life.release(2)
         await until(lambda: [path for path in files(life.files) if steps(path)])
         (process,) = wandb_processes()
         process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        await life.release()
-        await life.end()
-        return time.monotonic() - began
+        async with asyncio.timeout(60):
+            await life.release()
+            await life.end()
 
-    assert asyncio.run(live()) < 8
+    asyncio.run(live())
     (said,) = warnings(caplog)
-    assert "killed" in said
+    assert "did not end within 1 s and was killed" in said
     assert wandb_processes() == []
 
 

@@ -219,22 +219,29 @@ def test_a_batch_whose_gradient_is_not_finite_fails_twice_and_training_goes_on(h
             poison.append(house.post("/reef/report", body).json()["agent_record_id"])
     until(lambda: report(house, poison[-1])["state"] == "dropped", "the batch is given up")
     assert {report(house, name)["reason"] for name in poison} == {"step_failed"}
-    assert "twice" in house.status()["training"]["error"]
+    until(lambda: "twice" in (house.status()["training"]["error"] or ""), "it is said")  # after it is stored
     send_round(house, "good")
     served(house, head + 1)
     assert house.status()["training"]["error"] is None
 
 
-@pytest.mark.timeout(300)
 def test_64_clients_for_a_minute_during_training_see_no_failed_request(house: Service) -> None:
-    seconds, num_clients = 60.0, 64
+    seconds, at_most_s, num_clients = 60.0, 400.0, 64
     failures: list[str] = []
-    answered, num_before = 0, len(chain(house))
+    answered, num_before, num_links = 0, len(chain(house)), 0
 
-    async def client(index: int, http: httpx.AsyncClient, until_s: float) -> None:
+    async def watch(http: httpx.AsyncClient) -> None:
+        """For a minute, and on until there are three releases more, which a busy machine may need longer for."""
+        nonlocal num_links
+        began = time.monotonic()
+        while (passed_s := time.monotonic() - began) < at_most_s and (passed_s < seconds or num_links < num_before + 3):
+            await asyncio.sleep(1)
+            num_links = len((await http.get("/reef/scenarios/house/releases")).json()["releases"])
+
+    async def client(index: int, http: httpx.AsyncClient, watching: asyncio.Task[None]) -> None:
         nonlocal answered
         turn = 0
-        while time.monotonic() < until_s:
+        while not watching.done():
             turn += 1
             name = f"client-{index}-{turn}"
             body = {"messages": [{"role": "user", "content": f"Start at 9. {name}"}], "n": GROUP, "max_tokens": 24}
@@ -254,15 +261,15 @@ def test_64_clients_for_a_minute_during_training_see_no_failed_request(house: Se
             answered += 1
 
     async def all_clients() -> None:
-        limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=num_clients)
+        limits = httpx.Limits(max_connections=num_clients + 1, max_keepalive_connections=num_clients + 1)
         async with httpx.AsyncClient(base_url=house.url, timeout=120, limits=limits) as http:
-            until_s = time.monotonic() + seconds
-            await asyncio.gather(*(client(index, http, until_s) for index in range(num_clients)))
+            watching = asyncio.create_task(watch(http))
+            await asyncio.gather(watching, *(client(index, http, watching) for index in range(num_clients)))
 
     asyncio.run(all_clients())
     assert failures == []
     assert answered > num_clients
-    assert len(chain(house)) > num_before + 2, json.dumps(house.status())
+    assert num_links > num_before + 2, json.dumps(house.status())
     assert all(count == 1 for count in times_trained(house).values())
 
 
@@ -278,7 +285,8 @@ def test_a_sample_older_than_max_staleness_is_dropped_alone_and_counted(make_ser
         old.append(house.post("/reef/report", body).json()["agent_record_id"])
     until(lambda: report(house, old[-1])["state"] == "dropped", "the old group is dropped")
     assert {report(house, name)["reason"] for name in old} == {"stale"}
-    assert f'reef_dropped_reports_total{{reason="stale"}} {GROUP}.0' in house.get("/metrics").text
+    counted = f'reef_dropped_reports_total{{reason="stale"}} {GROUP}.0'
+    until(lambda: counted in house.get("/metrics").text, "they are counted")  # after they are dropped
     send_round(house, "fresh")
     served(house, 4)
     assert_unbroken(chain(house))

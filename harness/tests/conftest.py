@@ -1,6 +1,7 @@
 """A stand-in for the service, on a real loopback socket: the routes the harness uses, and faults on demand."""
 
 import json
+import signal
 import sys
 import threading
 from collections import deque
@@ -309,6 +310,14 @@ def chunk(index: int, delta: Json, finish_reason: str | None = None, **more: Any
 
 def error(message: str) -> Json:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT is a KeyboardInterrupt, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

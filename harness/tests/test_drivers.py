@@ -28,7 +28,7 @@ from reef_harness.drivers import Rewards, read_rollouts
 from reef_harness.errors import HarnessError, Stalled
 from reef_harness.progress import ReleaseBar, RolloutBar
 
-QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=0.5)
+QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=60.0)
 
 
 def items(count: int | None = None) -> Iterator[Item]:

@@ -17,7 +17,7 @@ SCHEMA = json.dumps(
 )
 
 
-def grade(answer: str, gold: str = SCHEMA, timeout_s: float = 20) -> tuple[str, str]:
+def grade(answer: str, gold: str = SCHEMA, timeout_s: float = 120) -> tuple[str, str]:
     verdict = JsonSchemaGrader(timeout_s=timeout_s).grade(answer, gold, "stop")
     return verdict.outcome, verdict.reason_code
 
@@ -28,7 +28,7 @@ def test_a_value_that_the_schema_accepts_is_correct(answer: str) -> None:
 
 
 def test_a_value_that_it_does_not_accept_is_wrong_and_the_reason_is_said() -> None:
-    verdict = JsonSchemaGrader().grade('{"a": "1"}', SCHEMA, "stop")
+    verdict = JsonSchemaGrader(timeout_s=120).grade('{"a": "1"}', SCHEMA, "stop")
     assert (verdict.outcome, verdict.reason_code, verdict.format_valid) == ("incorrect", "invalid", True)
     assert verdict.detail == "$.a: '1' is not of type 'integer'"
 

@@ -12,7 +12,7 @@ from reef_harness import errors as e
 from reef_harness.streams import Assembly, event_data
 from reef_harness.types import ReasoningDelta, TextDelta, ToolCallDelta
 
-QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=2.0)
+QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=60.0)
 
 
 def streamed(service: Any, **asking: Any) -> list[Any]:

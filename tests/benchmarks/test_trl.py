@@ -1,7 +1,9 @@
 """What the comparison with TRL stands on: when a gain counts as reached, the grown model, its section of the page."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +31,16 @@ def test_at_a_time_the_last_weights_that_were_there_count() -> None:
     assert at(CURVE, 4.1) is None  # the run had ended: nobody knows
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two wait for each other for minutes where the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_the_grown_model_answers_as_the_starter_and_all_that_writes_learns(tmp_path: Path) -> None:
     small = AutoModelForCausalLM.from_pretrained(str(STARTER), dtype=torch.float32).eval()
     large = AutoModelForCausalLM.from_pretrained(str(grow(STARTER, tmp_path)), dtype=torch.float32).eval()

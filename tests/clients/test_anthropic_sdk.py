@@ -226,7 +226,7 @@ def test_an_answer_is_parsed_to_a_model_of_pydantic(connect, guarded) -> None:
 
     guarded.says('{"sum": 5}')
     assert connect().messages.parse(**ASK, output_format=Sum).parsed_output == Sum(sum=5)
-    (sent,) = [body for route, body in guarded.says.engine.calls[-1:] if route == "/generate"]
+    sent = [body for route, body in guarded.says.engine.calls if route == "/generate"][-1]
     assert '"sum"' in sent["sampling_params"]["json_schema"]
 
 
@@ -273,7 +273,7 @@ def test_a_conflict_is_not_asked_again(connect, guarded) -> None:
 
 @both_ways
 def test_a_full_service_is_asked_again_after_the_time_it_says(connect, guarded, streamed) -> None:
-    client = connect(max_retries=2)
+    client = connect(max_retries=10)
     with guarded.full() as release:
         started = time.monotonic()
         pause = guarded.when_refused(release.set)
@@ -289,7 +289,7 @@ def test_a_service_without_its_engine_answers_503_until_it_is_back(connect, guar
             connect().messages.create(**ASK)
         assert away.value.type == "overloaded_error"
         assert int(away.value.response.headers["retry-after"]) >= 1
-    assert connect(max_retries=5).messages.create(**ASK).content[-1].text == "Five."
+    assert connect(max_retries=30).messages.create(**ASK).content[-1].text == "Five."
 
 
 def test_an_engine_that_fails_in_a_stream_raises(connect, guarded) -> None:

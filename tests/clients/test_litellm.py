@@ -52,7 +52,7 @@ def call(tmp_path_factory):
 
         yield ask
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     log.close()
 
 

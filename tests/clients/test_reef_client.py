@@ -106,12 +106,12 @@ def sidecar(request, recorder, tmp_path_factory):
     try:
         # A connection for each request: after a stream, reef-client 0.3.1 leaves out the next answer's status line.
         alone = httpx.Limits(max_keepalive_connections=0)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, limits=alone) as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=alone) as http:
             _wait(http)
             yield http
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def _wait(http):

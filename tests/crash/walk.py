@@ -280,12 +280,13 @@ class Walk:
 
     def check_ledger(self) -> None:
         """At any moment: the chain is the reference's, and it was trained on the reports in their order, once each."""
+        num_acknowledged = self.grader.num_acknowledged  # before the ledger is read: it may grow meanwhile
         contents, trained = self.ledger.contents(), self.ledger.trained()
         if self._contents is not None:
             assert contents == list(self._contents[: len(contents)]), "the chain is not that of the reference"
         assert trained == [report_id(number) for number in range(len(trained))]
         assert set(self.ledger.states()) <= {"pending", "reserved", "trained"}
-        assert sum(self.ledger.states().values()) >= self.grader.num_acknowledged
+        assert sum(self.ledger.states().values()) >= num_acknowledged
 
     def _check_directories(self, tidy: bool) -> None:
         for name, column in (("releases", "restorable"), ("checkpoints", "checkpoint is not null")):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from reef.ledger import batches, receipts, releases, reports, scenarios
+from reef.ledger import batches, database, receipts, releases, reports, scenarios
 from reef.ledger.ledger import Ledger
 from reef.ledger.schema import metadata
 from reef.types import (
@@ -285,8 +285,10 @@ def make_sqlite(tmp_path: Path) -> MakeStore:
 
 
 @pytest.fixture
-def make_postgres(postgres_server: PostgresServer) -> Iterator[MakeStore]:
+def make_postgres(postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeStore]:
     """Each call gives a new, empty PostgreSQL database."""
+    # Tests hold transactions open on purpose; where the machine stands still besides, that is no fault of theirs.
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 60)
     made: list[PostgresDatabase] = []
 
     def make() -> PostgresDatabase:
@@ -294,8 +296,8 @@ def make_postgres(postgres_server: PostgresServer) -> Iterator[MakeStore]:
         return made[-1]
 
     yield make
-    for database in made:
-        database.remove()
+    for one in made:
+        one.remove()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])

@@ -11,8 +11,7 @@ import pytest
 from sqlalchemy import Connection, insert
 
 from reef.errors import OwnershipLostError, UnavailableError
-from reef.ledger import batches
-from reef.ledger.database import BUSY_TIMEOUT_S
+from reef.ledger import batches, database
 from reef.ledger.ledger import Ledger
 from reef.ledger.schema import meta
 
@@ -112,12 +111,12 @@ class TestSeveralServices:
     def test_a_holder_that_does_not_renew_is_replaced_and_only_its_own_writes_are_refused(
         self, postgres_book: Any, services: Callable[..., Ledger]
     ) -> None:
-        slow, next_one = services(2.0), services(60.0)
+        slow, next_one = services(6.0), services(60.0)
 
         async def run() -> list[Any]:
             assert await slow.lease.try_acquire()
             assert not await next_one.lease.try_acquire()
-            await asyncio.sleep(2.1)
+            await asyncio.sleep(6.1)
             assert await next_one.lease.try_acquire()
             assert not slow.lease.held  # by its own clock it knows, too
             assert slow.epoch == 1
@@ -137,7 +136,7 @@ class TestSeveralServices:
     def test_nobody_takes_over_between_an_owned_write_and_its_commit(
         self, postgres_book: Any, services: Callable[..., Ledger]
     ) -> None:
-        slow, next_one = services(1.0), services(60.0)
+        slow, next_one = services(6.0), services(60.0)
         inside, leave = threading.Event(), threading.Event()
 
         def held_up(connection: Connection) -> None:
@@ -149,7 +148,7 @@ class TestSeveralServices:
             assert await slow.lease.try_acquire()
             writing = asyncio.create_task(slow.write_owned(held_up))
             await asyncio.to_thread(inside.wait)
-            await asyncio.sleep(1.1)  # the lease has expired by now
+            await asyncio.sleep(6.1)  # the lease has expired by now
             taking = asyncio.create_task(next_one.lease.try_acquire())
             await asyncio.sleep(0.5)
             assert not taking.done()
@@ -163,13 +162,13 @@ class TestSeveralServices:
         assert notes(postgres_book) == {"note"}
 
     def test_a_kept_lease_stays_until_it_is_released(self, services: Callable[..., Ledger]) -> None:
-        owner, other = services(2.0), services()
+        owner, other = services(6.0), services()
 
         async def run() -> None:
             assert await owner.lease.try_acquire()
             keeping = asyncio.create_task(owner.lease.keep())
             for _ in range(6):
-                await asyncio.sleep(0.4)
+                await asyncio.sleep(1.2)
                 assert owner.lease.held
                 assert not await other.lease.try_acquire()
             await owner.lease.release()
@@ -205,7 +204,7 @@ class TestSeveralServices:
                 other.execute("LOCK TABLE leases")
                 began = asyncio.get_running_loop().time()
                 await asyncio.wait_for(owner.lease.keep(), 60)
-                assert asyncio.get_running_loop().time() - began < BUSY_TIMEOUT_S  # which a statement may wait
+                assert asyncio.get_running_loop().time() - began < database.BUSY_TIMEOUT_S  # which a statement may wait
                 assert owner.lease.lost.is_set()
 
         asyncio.run(run())
@@ -222,7 +221,7 @@ class TestSeveralServices:
             try:
                 began = asyncio.get_running_loop().time()
                 await asyncio.wait_for(keeping, 60)
-                assert asyncio.get_running_loop().time() - began < BUSY_TIMEOUT_S  # which a statement may wait
+                assert asyncio.get_running_loop().time() - began < database.BUSY_TIMEOUT_S  # which a statement may wait
                 assert owner.lease.lost.is_set()
                 with pytest.raises(UnavailableError):
                     await owner.lease.try_acquire()

@@ -293,7 +293,7 @@ def test_a_connection_that_is_lost_in_a_write_is_a_503_and_the_next_one_is_made_
 
 
 def test_a_row_that_another_process_holds_is_a_503_that_passes(book: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 1)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 3)
     book.reopen()
     with book.store.server.connect(book.store.name) as other, other.transaction():
         other.execute("UPDATE scenarios SET mode = 'auto'")

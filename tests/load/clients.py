@@ -48,27 +48,39 @@ async def ask(url: str, route: str, body: Mapping[str, Any], headers: Mapping[st
 
 
 async def ask_and_vanish(
-    url: str, route: str, body: Mapping[str, Any], moment: Awaitable[None], *, reset: bool, sent: float = 1.0
+    url: str,
+    route: str,
+    body: Mapping[str, Any],
+    moment: Awaitable[None],
+    *,
+    reset: bool,
+    sent: float = 1.0,
+    begun: bool = False,
 ) -> int:
     """Send (part of) a request, wait for the moment, and close the connection: with a reset, or without.
 
     Args:
         sent: the part of the request that is sent, from 0 to 1.
+        begun: vanish only once the answer has begun.
 
     Returns:
         Bytes of the answer that had come by then.
     """
     reader, writer = await _connect(url)
-    received = bytearray()
+    received, has_begun = bytearray(), asyncio.Event()
 
     async def read() -> None:
         while piece := await reader.read(65536):
             received.extend(piece)
+            has_begun.set()
+        has_begun.set()  # or will not begin any more
 
     reading = asyncio.create_task(read())
     encoded = _encode(url, route, body, {})
     writer.write(encoded[: int(len(encoded) * sent)])
     await moment
+    if begun:
+        await has_begun.wait()
     assert not reading.done(), f"answered before it could vanish: {bytes(received[:300])!r}"
     reading.cancel()
     if reset:

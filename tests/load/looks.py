@@ -46,6 +46,11 @@ def look(service: Service, engine_url: str) -> Held:
     )
 
 
+def tasks_at_rest(service: Service, engine_url: str) -> int:
+    """Its tasks while it has no work: the fewest of some looks, for what runs now and then."""
+    return min(look(service, engine_url).tasks for _ in range(10))
+
+
 def metrics_of(service: Service) -> dict[str, float]:
     """Every line of /metrics, by name and labels."""
     lines = re.findall(r"^([a-z_]+(?:\{[^}]*\})?) (\S+)$", service.get("/metrics").text, re.MULTILINE)

@@ -24,7 +24,7 @@ from aiohttp import web
 ENDLESS = 10_000  # max_new_tokens from here on: it goes on until it is aborted, or for longer than any test
 LONGEST_S = 0.02  # that the next tokens take
 LOOK_S = 0.2  # between looks whether a stream is still read
-WHOLE_LOOK_S = 4.0  # the same for a whole answer
+WHOLE_LOOK_S = 4.0  # until it gives up a whole answer that nobody waits for: an abort comes long before
 FIRST_ID, LAST_ID = 20, 60  # digits and letters of the starter's tokenizer: no special ones
 
 
@@ -177,7 +177,8 @@ class Engine:
 async def _left(http: web.Request) -> None:
     """Return once nobody waits any more and that is noticed."""
     while http.transport is not None and not http.transport.is_closing():
-        await asyncio.sleep(WHOLE_LOOK_S)
+        await asyncio.sleep(LOOK_S)
+    await asyncio.sleep(WHOLE_LOOK_S)
 
 
 def _json(content: Any) -> web.Response:

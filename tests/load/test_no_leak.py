@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from tests.load.clients import ask_and_vanish, request
-from tests.load.looks import Held, look, metrics_of, receipts_of, rows_of
+from tests.load.looks import Held, look, metrics_of, receipts_of, rows_of, tasks_at_rest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_REQUESTS = 20_000
@@ -84,11 +84,13 @@ async def traffic(url: str, num_requests: int, seed: int) -> list[Client]:
 
 
 def test_nothing_grows_over_20000_requests_in_sessions_that_never_end(loaded, engine, eventually) -> None:
+    tasks = tasks_at_rest(loaded, engine.url)
+
     def quiet() -> Held:
         eventually(lambda: engine.seen()["in_work"] == 0, "the engine is idle")
         eventually(lambda: loaded.status()["in_flight"] == 0, "the service is idle")
         eventually(lambda: look(loaded, engine.url).clients == 0, "all connections of clients are closed")
-        return look(loaded, engine.url)
+        return eventually(lambda: (held := look(loaded, engine.url)).tasks == tasks and held, "no task is left")
 
     old = receipts_of(loaded)
     clients = uvloop.run(traffic(loaded.url, WARM_UP, 0))

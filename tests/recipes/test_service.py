@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from recipes.arithmetic import service
 from recipes.arithmetic.service import ROOT, ServiceFailed, answers, running_service, service_url
 
 pytestmark = pytest.mark.slow  # engines and services of its own
@@ -111,7 +114,14 @@ def test_a_service_that_ends_early_shows_the_end_of_its_log(folder: Path) -> Non
         pass
 
 
-def test_a_service_that_never_gets_ready_is_given_up_and_ended(folder: Path) -> None:
+def test_a_service_that_never_gets_ready_is_given_up_and_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=time.sleep)
+    monkeypatch.setattr(service, "time", clock)
+
+    def say(line: str) -> None:
+        if "waiting for the trainer" in line:  # the time begins to pass once it is up
+            clock.now += 5.0
+
     with (
         pytest.raises(ServiceFailed, match=r"not ready after 4 s; it waits for the trainer"),
         running_service(
@@ -119,7 +129,7 @@ def test_a_service_that_never_gets_ready_is_given_up_and_ended(folder: Path) -> 
             folder / "run",
             program=program(folder, "never"),
             ready_timeout_s=4.0,
-            say=lambda line: None,
+            say=say,
         ),
     ):
         pass

@@ -102,9 +102,22 @@ class FakeDispatcher:
         return []
 
 
+class Clock:
+    """What the follower takes for the time before it tries again: it stands still until a test moves it."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Follower(run._Run):
     """Its trainers are fakes, made by `make`."""
 
+    clock: Clock
     make: Callable[[], FakeDispatcher] = FakeDispatcher
     starting: Callable[[], None] = staticmethod(lambda: None)
 
@@ -158,7 +171,8 @@ class Follower(run._Run):
 def following(tmp_path: Path, starter: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`async with following() as follower`: it serves the base, and another service owns the ledger."""
     monkeypatch.setattr(run, "FOLLOW_S", 0.005)
-    monkeypatch.setattr(run, "RETRY_S", 0.2)
+    clock = Clock()
+    monkeypatch.setattr(run, "time", clock)
     monkeypatch.setattr(Storage, "check_bytes", lambda _storage, _release: None)
 
     @asynccontextmanager
@@ -174,6 +188,7 @@ def following(tmp_path: Path, starter: Path, monkeypatch: pytest.MonkeyPatch) ->
         house = make_house(config, ledger, engines)
         with socket.socket() as listener:
             follower = Follower(house, listener, lambda text: None)
+            follower.clock = clock
             storage = await follower._open_storage()
             engines.served = (await follower._served(storage)).id
             task = asyncio.create_task(follower._follow(storage))
@@ -199,6 +214,7 @@ def test_what_the_owner_releases_is_served_and_what_does_not_load_is_tried_again
             await asyncio.sleep(0.05)
             assert engines.loads == [one, two, one]  # back to what was verified, and not again at once
             engines.refuses = set()
+            follower.clock.now += run.RETRY_S
             await follower.until(lambda: engines.served == two and follower.error is None)
             three = await follower.release(3)
             await follower.until(lambda: engines.served == three)
@@ -305,6 +321,7 @@ def test_a_fault_of_its_own_lets_another_service_train_before_it_tries_again(fol
             assert (follower.trains, follower.lease.held, follower.lease.free) == (False, False, True)
             assert "Ray is not there" in follower.error
             follower.starting, follower.make = lambda: None, FakeDispatcher
+            follower.clock.now += run.RETRY_S
             await follower.until(lambda: follower.trains and follower._fault is None)
 
     asyncio.run(live())

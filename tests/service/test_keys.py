@@ -73,7 +73,8 @@ def test_every_route_is_for_its_role(ask, route) -> None:
     method, _, path = route.partition(" ")
     path = re.sub(r"{[^}]+}", "x", path.replace("{name}", "mine"))
     if need != OPEN:
-        assert refused(httpx.request(method, ask.url + path)) == (401, "authentication_error", "missing_api_key")
+        missing = httpx.request(method, ask.url + path, timeout=60)
+        assert refused(missing) == (401, "authentication_error", "missing_api_key")
         assert refused(ask("unknown", method, path)) == (401, "authentication_error", "invalid_api_key")
     for role in ("infer", "report", "admin"):
         if need in (role, ANY, OPEN, WHOLE):
@@ -302,7 +303,7 @@ def test_a_run_directory_that_a_start_makes_is_for_its_owner_alone(tmp_path) -> 
     command += ["--training.backend", "none", "--inference.url", "http://127.0.0.1:1", "--reef.host", "192.0.2.1"]
     command += ["--reef.token", "x", "--inference.model-path", str(STARTER)]
     for mode in (0o700, 0o755):
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140)
         assert ended.returncode == 2, ended.stderr
         assert "192.0.2.1" in ended.stderr  # an address that no machine has
         if mode == 0o700:
@@ -319,7 +320,7 @@ def test_recipes_find_the_key_in_the_run_directory(made, tmp_path) -> None:
     def measure(*more: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ran = [*command, *more]
         env = environment | variables
-        return subprocess.run(ran, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(ran, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=240)
 
     without = measure()
     assert (without.returncode, "a key is needed" in without.stderr) == (1, True), without.stderr

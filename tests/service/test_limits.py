@@ -22,7 +22,7 @@ def hasty(make_service, make_fake_engine):
     engine = make_fake_engine()
     service = make_service(
         "--training.backend", "none", "--inference.url", engine.url, "--reef.max-messages", "3",
-        "--inference.request-timeout-s", "2.5", "--inference.first-token-timeout-s", "0.8",
+        "--inference.request-timeout-s", "6", "--inference.first-token-timeout-s", "2",
         "--inference.max-waiting", "2", "--inference.pause-wait-s", "30",
     )  # fmt: skip
     service.start()
@@ -47,7 +47,7 @@ def test_an_engine_that_does_not_finish_in_time_is_504(hasty, engine, is_error) 
         started = time.monotonic()
         response = ask(hasty, n=n)
         is_error(response, 504, type="engine_error", code="engine_timeout", says="did not answer /generate in time")
-        assert time.monotonic() - started > 2.4
+        assert time.monotonic() - started > 5.9
     assert engine.cancelled.wait(60)
 
 
@@ -65,7 +65,7 @@ def test_a_stream_whose_first_token_does_not_come_is_504_and_told_when_to_come_b
         response = ask(hasty, stream=True)
         is_error(response, 504, code="first_token_timeout", says="inference.first-token-timeout-s")
         assert int(response.headers["retry-after"]) >= 1
-        assert time.monotonic() - started > 0.7
+        assert time.monotonic() - started > 1.9
         assert engine.cancelled.wait(60)
 
 
@@ -76,7 +76,7 @@ def test_after_the_first_token_a_stream_has_the_time_of_the_whole_request(hasty,
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(http)
         await response.write(b"data: " + json.dumps(first).encode() + b"\n\n")
-        await asyncio.sleep(1)  # longer than the first token may take
+        await asyncio.sleep(2.5)  # longer than the first token may take
         await response.write(b"data: " + json.dumps(last).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 

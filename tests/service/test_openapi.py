@@ -33,6 +33,7 @@ CHAIN = [f"POST /reef/scenarios/{{name}}/{verb}" for verb in ("update", "rollbac
 MAX_LIMITS = 80  # requests a route that try its limits one by one
 MAX_RANDOM = 50  # right ones at random, and as many wrong ones
 DEFAULTS = {
+    "request-timeout": 60,  # it is 10
     "generation": {"deterministic": True, "no-shrink": True, "with-security-parameters": False},
     "checks": {
         # What a schema does not say is said by words: fields that contradict one another, ids that are not there.
@@ -109,7 +110,9 @@ class Check:
 
     def __init__(self, service, aim: Aim, session: requests.Session) -> None:
         config = schemathesis.Config.from_dict(DEFAULTS)
-        self._schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json", config=config, headers=HEADERS)
+        self._schema = schemathesis.openapi.from_url(
+            f"{service.url}/openapi.json", config=config, headers=HEADERS, timeout=60
+        )
         self._document = service.get("/openapi.json").json()
         self._aim = aim
         self._session = session

@@ -35,7 +35,7 @@ def reef(recorder, *command):
     settings = ["-c", str(recorder.run_dir.parent / "serve.yaml"), "--reef.run-dir", str(recorder.run_dir)]
     settings += ["--inference.model-path", str(recorder.model)]
     command = [sys.executable, "-m", "reef", *command, *settings]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_an_imported_exchange_is_no_turn_that_a_chat_continues(recorder, send, s
 
 def run_import(recorder, file, scenario, *options):
     command = [sys.executable, "-m", "reef_client", "import", str(file), "--url", recorder.url, "--scenario", scenario]
-    return subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=240)
 
 
 def test_reef_client_imports_a_file_and_goes_on_where_it_stopped(recorder, scenario, tmp_path, count) -> None:

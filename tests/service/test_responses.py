@@ -367,7 +367,8 @@ def test_a_schema_goes_to_the_engine(attached_recorder, broken_engine) -> None:
     wanted = {"type": "json_schema", "name": "sum", "schema": schema, "strict": True}
     response = attached_recorder.post(RESPONSES, {"input": "2+3=", "text": {"format": wanted}})
     assert response.status_code == 200, response.text
-    assert json.loads(broken_engine.calls[-1][1]["sampling_params"]["json_schema"]) == schema
+    told = [body for route, body in broken_engine.calls if route == "/generate"][-1]
+    assert json.loads(told["sampling_params"]["json_schema"]) == schema
     assert response.json()["text"]["format"] == wanted
     receipt = attached_recorder.receipt(response.headers["x-reef-agent-record-id"])
     assert receipt["inexact_reason"] == "json_schema"
