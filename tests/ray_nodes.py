@@ -14,6 +14,7 @@ import psutil
 from reef.cluster import connection  # noqa: F401 (first: it sets what Ray reads when it is imported)
 
 # isort: split
+from ray._common.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
 
 HEAD = "127.0.0.1"
@@ -30,6 +31,8 @@ class Nodes:
         self._nodes: dict[str, Any] = {}
         self._cluster = Cluster()
         self.directory = directory
+        # It writes its address in Ray's usual folder, wherever temp_dir is, and on a new machine there is none.
+        Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
         self.add(HEAD, cpus, _system_config=SOON)
 
     @property
