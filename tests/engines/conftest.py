@@ -36,7 +36,7 @@ from reef.config import load as load_config
 from reef.engines.host import EngineHost
 from reef.types import Generation, Published, Request, Sampling
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 120
 SGLANG_START_TIMEOUT_S = 300  # 15 s, on busy cores a minute
 NUM_ROWS = 24  # sequences that the contract servers run at once; more wait
 EOS = 2
@@ -183,15 +183,15 @@ class Server:
         first = next(events)
         return self.pool.submit(lambda: added_up([first, *events]))
 
-    def num_in_work(self) -> int:
-        """Sequences that run or wait."""
+    def num_in_work(self, waiting: bool = True) -> int:
+        """Sequences that run, or wait too."""
         (load,) = self.get("/v1/loads").json()["loads"]
-        return int(load["num_running_reqs"] + load["num_waiting_reqs"])
+        return int(load["num_running_reqs"] + (load["num_waiting_reqs"] if waiting else 0))
 
-    def await_in_work(self, wanted: Callable[[int], bool], timeout_s: float) -> None:
+    def await_in_work(self, wanted: Callable[[int], bool], timeout_s: float, waiting: bool = True) -> None:
         """Return once so many sequences are in work."""
         deadline = time.monotonic() + timeout_s
-        while not wanted(num := self.num_in_work()):
+        while not wanted(num := self.num_in_work(waiting)):
             assert time.monotonic() < deadline, f"{num} sequences are in work after {timeout_s} s"
             time.sleep(0.02)
 
@@ -204,7 +204,7 @@ class Server:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -307,6 +307,7 @@ class FakeHost:
         self.engines: list[Any] = []
         self.prepare: Callable[[Any], None] = lambda engine: None
         self.starts_fail: Exception | None = None
+        self.starting = asyncio.Event()
         self.may_start = asyncio.Event()
         self.may_start.set()
         self._make = make_fake_engine
@@ -325,6 +326,7 @@ class FakeHost:
         return self.engines[-1]
 
     async def start(self, _model_path: str, version: str, _ready_timeout_s: float) -> str:
+        self.starting.set()
         await self.may_start.wait()
         if self.starts_fail is not None:
             self._gone.set()
@@ -345,6 +347,20 @@ class FakeHost:
 
     async def die(self) -> None:
         await self.stop()
+
+    async def hang_in_a_restart(self) -> None:
+        """Die; returns once it is to start again, with the release wanted until then. It may not before `may_start`."""
+        self.may_start.clear()
+        self.starting.clear()
+        await self.die()
+        await self.starting.wait()
+
+
+def pass_time(seconds: float) -> None:
+    """Move the running event loop's clock: whoever waits for less has waited too long, however fast this machine is."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ def test_many_concurrent_requests_all_get_their_own_log_probabilities(server, re
 def test_an_aborted_request_answers_with_what_it_has(server) -> None:
     running = server.started(PROMPTS[0], 1900, rid="to-abort")
     assert server.post("/abort_request", rid="to-abort").status_code == 200
-    answer = running.result(20)
+    answer = running.result(60)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < 1900
     assert len(logprobs_of(answer)) == len(answer["output_ids"])
@@ -224,22 +224,22 @@ def test_an_aborted_request_answers_with_what_it_has(server) -> None:
 def test_a_request_that_is_aborted_before_its_turn_answers_without_tokens(server) -> None:
     prompts = [[40 + i, 50] for i in range(24)]  # as many as run at once: NUM_ROWS
     running = server.pool.submit(server.generate, prompts, 1900)
-    server.await_in_work(lambda num: num == 24, 20)
+    server.await_in_work(lambda num: num == 24, 60)
     queued = server.pool.submit(server.generate, PROMPTS[1], 4, rid="queued")
-    server.await_in_work(lambda num: num == 25, 20)
+    server.await_in_work(lambda num: num == 25, 60)
     server.post("/abort_request", rid="queued")
-    answer = queued.result(20)
+    answer = queued.result(60)
     assert answer["output_ids"] == []
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert not running.done()
     server.post("/abort_request", abort_all=True)
-    assert {one["meta_info"]["finish_reason"]["type"] for one in running.result(20)} == {"abort"}
+    assert {one["meta_info"]["finish_reason"]["type"] for one in running.result(60)} == {"abort"}
 
 
 def test_abort_all_ends_everything(server) -> None:
     running = [server.started(PROMPTS[i], 1800) for i in range(3)]
     server.post("/abort_request", abort_all=True)
-    assert {job.result(20)["meta_info"]["finish_reason"]["type"] for job in running} == {"abort"}
+    assert {job.result(60)["meta_info"]["finish_reason"]["type"] for job in running} == {"abort"}
 
 
 def test_aborting_an_unknown_request_changes_nothing(server) -> None:
@@ -287,7 +287,7 @@ def test_retract_recomputes_the_cache_so_each_span_matches_its_own_weights(serve
     time.sleep(0.1)
     assert not running.done()
     assert server.post("/continue_generation").status_code == 200
-    answer = running.result(30)
+    answer = running.result(60)
     assert len(answer["output_ids"]) == 800
     old, new = answer["meta_info"]["weight_versions"]
     assert (old["version"], old["start"], new["version"], new["end"]) == ("v0", 0, "v1", 800)
@@ -303,13 +303,13 @@ def test_in_place_keeps_the_cache_and_still_names_each_span(server, model_dir, r
     server.post("/pause_generation", mode="in_place")
     assert server.load(other, "v1", flush_cache=False).status_code == 200
     server.post("/continue_generation")
-    answer = running.result(30)
+    answer = running.result(60)
     old, new = answer["meta_info"]["weight_versions"]
     assert (old["version"], new["version"]) == ("v0", "v1")
     ids = prompt + answer["output_ids"]
     assert_matches(reference(server.path, ids), prompt, answer, 0, old["end"])
-    gap = reference(other, ids)[len(prompt) + new["start"] - 1, answer["output_ids"][new["start"]]].item()
-    assert logprobs_of(answer)[new["start"]] != pytest.approx(gap, abs=TOLERANCE)  # old keys and values
+    with pytest.raises(AssertionError):  # old keys and values
+        assert_matches(reference(other, ids), prompt, answer, new["start"])
 
 
 def test_a_flush_while_requests_run_in_place_is_refused(server) -> None:
@@ -317,18 +317,18 @@ def test_a_flush_while_requests_run_in_place_is_refused(server) -> None:
     server.post("/pause_generation", mode="in_place")
     assert server.get("/flush_cache").status_code == 400
     server.post("/continue_generation")
-    assert len(running.result(30)["output_ids"]) == 800
+    assert len(running.result(60)["output_ids"]) == 800
 
 
 def test_pause_abort_ends_what_runs_and_holds_what_comes(server) -> None:
     running = server.started(PROMPTS[0], 1800)
     server.post("/pause_generation")
-    assert running.result(20)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert running.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
     held = server.pool.submit(server.generate, PROMPTS[1], 4)
     time.sleep(0.2)
     assert not held.done()
     server.post("/continue_generation")
-    assert len(held.result(20)["output_ids"]) == 4
+    assert len(held.result(60)["output_ids"]) == 4
 
 
 def test_paused_with_one_running_and_one_queued_both_finish_after_a_flush(server) -> None:
@@ -338,16 +338,16 @@ def test_paused_with_one_running_and_one_queued_both_finish_after_a_flush(server
     time.sleep(0.1)
     assert server.post("/flush_cache").status_code == 200
     server.post("/continue_generation")
-    assert len(running.result(30)["output_ids"]) == 500
-    assert len(queued.result(30)["output_ids"]) == 8
+    assert len(running.result(60)["output_ids"]) == 500
+    assert len(queued.result(60)["output_ids"]) == 8
 
 
 def test_a_load_without_a_pause_waits_for_the_requests_before_it(server, model_dir, reference) -> None:
     other = model_dir("qwen3-b")
     running = server.started(PROMPTS[0], 500)
     loading = server.pool.submit(server.load, other, "v1")
-    answer = running.result(30)
-    assert loading.result(30).status_code == 200
+    answer = running.result(60)
+    assert loading.result(60).status_code == 200
     assert answer["meta_info"]["weight_versions"] == [{"version": "v0", "start": 0, "end": 500}]
     assert server.generate(PROMPTS[0], 2)["meta_info"]["weight_version"] == "v1"
 
@@ -366,5 +366,5 @@ def test_a_duplicate_request_id_is_refused(server) -> None:
     running = server.started(PROMPTS[0], 800, rid="twice")
     server.generate(PROMPTS[1], 2, rid="twice", expect=400)
     server.post("/abort_request", rid="twice")
-    running.result(20)
+    running.result(60)
     assert server.generate(PROMPTS[1], 2, rid="twice")["meta_info"]["id"] == "twice"

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test of e
 PROMPT = [(7 * i) % 250 + 4 for i in range(40)]
 TOLERANCE = 1e-4
 LONG = 1900  # tokens: more than a server makes of 16 sequences while a test waits
+PATIENCE_S = 60.0
 numbers = itertools.count()
 
 
@@ -205,29 +206,37 @@ def test_sglang_lists_its_context_length_for_the_clients_of_openai(server) -> No
 # --- clients that go --------------------------------------------------------------------------------------------------
 
 
+def end_before_one_that_goes_on(server: Any, work: Callable[[EngineClient], Awaitable[None]]) -> None:
+    """What `work` began ends before a request that is as long and began earlier: by no token limit of its own."""
+    witness = server.started(PROMPT, LONG, rid="witness")
+    with_client(server, work)
+    server.await_in_work(lambda num: num <= 1, PATIENCE_S)
+    assert not witness.done()
+    server.post("/abort_request", rid="witness")
+    assert witness.result(PATIENCE_S)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
 @pytest.mark.parametrize("n", [1, 16])
 def test_leaving_a_stream_early_ends_its_work_on_the_engine(server, n) -> None:
     async def work(client: EngineClient) -> None:
         chunks = [client.stream(request(max_tokens=LONG, n=n)) for _ in range(16 // n)]
         for one in chunks:
             await anext(one)
-        await asyncio.to_thread(server.await_in_work, lambda num: num == 16, 5)
+        await asyncio.to_thread(server.await_in_work, lambda num: num == 17, PATIENCE_S)
         for one in chunks:
             await one.aclose()
 
-    with_client(server, work)
-    server.await_in_work(lambda num: num == 0, 3)
+    end_before_one_that_goes_on(server, work)
 
 
 @pytest.mark.parametrize("n", [1, 16])
 def test_cancelling_a_whole_request_ends_its_work_on_the_engine(server, n) -> None:
     async def work(client: EngineClient) -> None:
         asking = [asyncio.create_task(client.generate(request(max_tokens=LONG, n=n))) for _ in range(16 // n)]
-        await asyncio.to_thread(server.await_in_work, lambda num: num == 16, 5)
+        await asyncio.to_thread(server.await_in_work, lambda num: num == 17, PATIENCE_S)
         for task in asking:
             task.cancel()
         await asyncio.wait(asking)
         assert all(task.cancelled() for task in asking)
 
-    with_client(server, work)
-    server.await_in_work(lambda num: num == 0, 3)
+    end_before_one_that_goes_on(server, work)

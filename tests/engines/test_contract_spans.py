@@ -111,7 +111,7 @@ def test_each_span_of_a_request_that_lives_through_loads_is_its_releases_own(
 def test_whole_answers_and_choices_live_through_a_load_too(server, with_replica, release, model_dir, reference) -> None:
     async def work(replica: Replica, client: EngineClient) -> list[tuple[Generation, ...]]:
         asking = [asyncio.create_task(client.generate(request(max_tokens=NUM_TOKENS, n=n))) for n in (1, 2)]
-        await asyncio.to_thread(server.await_in_work, lambda num: num == 3, 60)
+        await asyncio.to_thread(server.await_in_work, lambda num: num == 3, 60, waiting=False)
         await asyncio.sleep(0.05)
         await replica.load(release("v1", "qwen3-b"))
         return [await task for task in asking]

@@ -35,7 +35,7 @@ def test_a_thread_that_dies_says_so_and_takes_nothing_more(engine, monkeypatch, 
         monkeypatch.setattr(engine._scheduler, "step", fail)
         await engine.pause("retract")
         await asyncio.wait_for(ended.wait(), 60)
-        assert engine.stop(5)
+        assert engine.stop(60)
         assert not engine.alive
         with pytest.raises(EngineStoppedError):
             await engine.resume()
@@ -52,7 +52,7 @@ def test_commands_run_on_the_thread_until_it_is_stopped(engine, model_dir) -> No
         assert engine.version == "v1"
         loaded = await engine.load(model_dir("qwen3-b"), "v2", True)
         assert (loaded.success, engine.version, engine.model_path) == (True, "v2", str(model_dir("qwen3-b")))
-        assert engine.stop(5)
+        assert engine.stop(60)
         assert engine.failure is None
 
     asyncio.run(scenario())

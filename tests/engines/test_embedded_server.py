@@ -40,7 +40,7 @@ def asked_for(ids: list[int], max_tokens: int, top_logprobs: int) -> Request:
 
 async def both_ways(url: str, asked: Request) -> tuple[Generation, list[Chunk]]:
     """The same request, whole and streamed, through Reef's client."""
-    client = EngineClient(url, 30.0)
+    client = EngineClient(url, 60.0)
     try:
         (whole,) = await client.generate(asked)
         return whole, [chunk async for chunk in client.stream(asked)]
@@ -127,7 +127,7 @@ def test_a_full_queue_answers_503_and_takes_requests_again_later(small) -> None:
         "object": "error", "message": "The request queue is full.", "type": "503", "param": None, "code": 503,
     }  # fmt: skip
     small.post("/continue_generation")
-    assert len(wait(held, 20).done) == 8
+    assert len(wait(held, 60).done) == 8
     assert small.generate(PROMPT, 2)["output_ids"]
 
 
@@ -224,7 +224,7 @@ def test_clients_that_leave_at_once_leave_nothing_behind(small) -> None:
     while small.post("/generate", **small.body(PROMPT, 1, rid="early")).status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert small.get("/server_info").json()["internal_states"][0]["num_running_requests"] == 0
+    small.await_in_work(lambda num: num == 0, 60)  # the last of them may have been heard after that request
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(contract_server) -> N
     alone = contract_server.generate(PROMPT, 32, sampling_seed=9)["output_ids"]
     jobs = [contract_server.pool.submit(contract_server.generate, [i + 5] * i, 20 + i) for i in range(1, 12)]
     crowded = contract_server.generate(PROMPT, 32, sampling_seed=9)["output_ids"]
-    wait(jobs, 20)
+    wait(jobs, 60)
     assert crowded == alone
     assert contract_server.generate(PROMPT, 32, sampling_seed=10)["output_ids"] != alone
     assert contract_server.generate(PROMPT, 32)["output_ids"] != contract_server.generate(PROMPT, 32)["output_ids"]
@@ -309,15 +309,15 @@ def test_health_answers_while_a_load_takes_its_time(small, copy_model) -> None:
             assert small.get(route).status_code == 200
         assert not loading.done()
         pipe.write(content)
-    assert loading.result(10).json()["success"] is True
-    assert waiting.result(10)["meta_info"]["weight_version"] == "slow"
+    assert loading.result(60).json()["success"] is True
+    assert waiting.result(60)["meta_info"]["weight_version"] == "slow"
     assert small.load(small.path, "v0").status_code == 200
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def _run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reef.engines.embedded", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 

@@ -19,6 +19,7 @@ import pytest
 import reef.engines.host as module
 from reef.engines.host import EngineHost
 from reef.errors import EngineError
+from tests.engines.conftest import pass_time
 
 pytestmark = pytest.mark.slow  # processes, and time that passes
 
@@ -113,8 +114,13 @@ def test_a_server_that_ends_while_it_starts_is_reported_at_once_with_the_end_of_
 
 def test_a_server_that_is_not_up_in_time_is_ended_with_its_children(run, tmp_path) -> None:
     async def work(host: EngineHost) -> None:
-        with pytest.raises(EngineError, match=r"engine-0 did not start in 4 s \(reef\.ready-timeout\):\n(.*\n)*pids"):
-            await start(host, 4)
+        starting = asyncio.create_task(start(host, 600))
+        log = tmp_path / "run" / "logs" / "engine-0.log"
+        while not log.exists() or "pids" not in log.read_text():
+            await asyncio.sleep(0.05)
+        pass_time(601)
+        with pytest.raises(EngineError, match=r"engine-0 did not start in 600 s \(reef\.ready-timeout\):\n(.*\n)*pids"):
+            await starting
         assert (host.pid, alive(pids(tmp_path))) == (None, [])
 
     run(KNOWN + SLEEP, work)
@@ -187,17 +193,26 @@ def test_a_failure_shows_the_log_of_its_own_server_and_not_of_the_one_before(run
     run(KNOWN + "sys.exit(1)\n", work)
 
 
-def test_it_says_how_a_start_goes_on(run, monkeypatch, caplog) -> None:
+def test_it_says_how_a_start_goes_on(run, monkeypatch, caplog, tmp_path) -> None:
     monkeypatch.setattr(module, "PROGRESS_S", 0.3)
     caplog.set_level("INFO", logger="reef")
+    read = tmp_path / "read"
+
+    def progress() -> bool:
+        said = [record.message for record in caplog.records]
+        return any("engine-0: a program is starting, " in line and line.endswith("s: reading weights") for line in said)
 
     async def work(host: EngineHost) -> None:
-        await start(host)
+        starting = asyncio.create_task(start(host))
+        while not progress() and not starting.done():
+            await asyncio.sleep(0.05)
+        read.touch()
+        await starting
 
-    run("import time\nprint('reading weights', flush=True)\ntime.sleep(1)\n" + UP + SLEEP, work)
-    said = [record.message for record in caplog.records]
-    assert any("engine-0: a program is starting, " in line and line.endswith("s: reading weights") for line in said)
-    assert "engine-0: a program is up after" in said[-1]
+    waits = f"import os, time\nprint('reading weights', flush=True)\nwhile not os.path.exists({str(read)!r}):\n"
+    run(waits + "    time.sleep(0.05)\n" + UP + SLEEP, work)
+    assert progress()
+    assert "engine-0: a program is up after" in caplog.records[-1].message
 
 
 def test_an_engine_ends_with_the_process_that_started_it_however_that_ends(tmp_path) -> None:

@@ -31,18 +31,13 @@ async def until(condition) -> None:
 
 
 class Host(FakeHost):
-    """Says when a start and an end begin, and lets neither go on before it may."""
+    """Says when an end begins too, and lets it not go on before it may."""
 
     def __init__(self, make_fake_engine) -> None:
         super().__init__(make_fake_engine, "engine-evaluation")
-        self.starting = asyncio.Event()
         self.stopping = asyncio.Event()
         self.may_stop = asyncio.Event()
         self.may_stop.set()
-
-    async def start(self, *arguments) -> str:
-        self.starting.set()
-        return await super().start(*arguments)
 
     async def stop(self) -> None:
         self.stopping.set()

@@ -8,14 +8,17 @@ import shutil
 import signal
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 from aiohttp import web
 
+import reef.engines.lent as lent
 import reef.engines.pool as pool
 import reef.engines.replica as replica
+from reef.engines.host import EngineHost
 from reef.engines.pool import Engines
 from reef.errors import ConfigError, ConflictError, EngineError, LoadFailedError, UnavailableError
 from reef.observe import Metrics
@@ -148,12 +151,19 @@ def test_a_probe_that_was_not_known_at_the_start_can_be_checked_later(real) -> N
 
 
 def test_an_engine_killed_in_the_middle_is_restarted_with_the_release_it_served_while_the_other_answers(
-    real, ask
+    real, ask, monkeypatch
 ) -> None:
     real.load("r3")
     restarts = value(real.metrics.engine_restarts)
 
     async def kill():
+        may_start, start = asyncio.Event(), EngineHost.start
+
+        async def later(host, *arguments):
+            await may_start.wait()
+            return await start(host, *arguments)
+
+        monkeypatch.setattr(EngineHost, "start", later)
         running = [asyncio.create_task(ask(real.engines, "doomed", max_tokens=450)) for _ in range(2)]
         await until(lambda: any(engine["in_flight"] == 2 for engine in real.engines.describe()))
         (doomed,) = [engine for engine in real.engines.describe() if engine["in_flight"] == 2]
@@ -166,6 +176,7 @@ def test_an_engine_killed_in_the_middle_is_restarted_with_the_release_it_served_
         assert real.engines.state == "ready"
         assert (await ask(real.engines, "doomed")).spans[0].release_id == "r3"
         assert real.engines.describe()[doomed["index"]]["state"] == "restarting"
+        may_start.set()
         await until(lambda: real.engines.describe()[doomed["index"]]["state"] == "ready")
         return doomed["pid"]
 
@@ -245,7 +256,7 @@ def with_fakes(tmp_path, config, published, fake_hosts):
             engines = Engines(settled, Metrics(), fake_hosts.__getitem__)
             prepare(fake_hosts)
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     await engines.start(published("r0"))
                     await work(engines, fake_hosts)
             finally:
@@ -295,6 +306,18 @@ def by_a_hang(host):
 
 def by_its_probe(host):
     disagree(host.engine)
+
+
+def by_a_refusal_later(host):
+    """The load fails once the event that this gives is set, and not by the time that it takes."""
+    may_fail, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def answer(http, body):
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(may_fail.wait(), loop))
+        return refuses(http, body)
+
+    host.engine.answers["/update_weights_from_disk"] = answer
+    return may_fail
 
 
 @pytest.mark.parametrize("fails", [by_a_refusal, by_other_weights, by_a_hang, by_its_probe])
@@ -347,9 +370,7 @@ def test_a_replica_in_the_middle_of_a_restart_holds_no_load_up_and_comes_back_wi
 ) -> None:
     async def work(engines, hosts):
         host = hosts["engine-1"]
-        host.may_start.clear()
-        await host.die()
-        await until(lambda: states(engines)[1][0] == "restarting")
+        await host.hang_in_a_restart()
         await engines.load(published("r1", probe=PROBE))
         await engines.load(published("r2", probe=PROBE))
         assert states(engines) == [("ready", "r2"), ("restarting", "r0")]
@@ -363,9 +384,7 @@ def test_a_replica_in_the_middle_of_a_restart_holds_no_load_up_and_comes_back_wi
 
 def test_where_the_replicas_in_rotation_fail_a_load_those_that_are_not_have_to_try(with_fakes, published) -> None:
     async def work(engines, hosts):
-        hosts["engine-1"].may_start.clear()
-        await hosts["engine-1"].die()
-        await until(lambda: states(engines)[1][0] == "restarting")
+        await hosts["engine-1"].hang_in_a_restart()
         hosts["engine-0"].starts_fail = EngineError("no port")
         by_a_refusal(hosts["engine-0"])
         loading = asyncio.create_task(engines.load(published("r1", probe=PROBE)))
@@ -382,22 +401,21 @@ def test_a_replica_that_comes_back_with_a_release_while_the_others_fail_it_is_no
     with_fakes, published
 ) -> None:
     async def work(engines, hosts):
-        hosts["engine-1"].may_start.clear()
-        await hosts["engine-1"].die()
-        await until(lambda: states(engines)[1][0] == "restarting")
+        await hosts["engine-1"].hang_in_a_restart()
         hosts["engine-0"].starts_fail = EngineError("no port")
-        by_a_hang(hosts["engine-0"])
+        may_fail = by_a_refusal_later(hosts["engine-0"])
         loading = asyncio.create_task(engines.load(published("r1", probe=PROBE)))
         await asyncio.sleep(0)
         hosts["engine-1"].may_start.set()
         await until(lambda: states(engines)[1] == ("ready", "r1"))
         assert not loading.done()
+        may_fail.set()
         await loading
         assert states(engines) == [("restarting", "r0"), ("ready", "r1")]
         (_, back) = hosts["engine-1"].engines
         assert [route for route, _ in back.calls].count("/update_weights_from_disk") == 1
 
-    with_fakes(work, "--inference.load-timeout-s", "1")
+    with_fakes(work)
 
 
 def test_a_replica_that_was_given_up_is_tried_again_with_the_next_release(with_fakes, published, monkeypatch) -> None:
@@ -490,22 +508,23 @@ def test_a_later_probe_takes_out_only_the_replica_that_disagrees(with_fakes, pub
 
 def test_requests_wait_for_a_gate_and_then_get_503_with_when_to_come_back(with_fakes, published, ask) -> None:
     async def work(engines, hosts):
-        by_a_hang(hosts["engine-0"])
-        by_a_hang(hosts["engine-1"])
+        may_fail = [by_a_refusal_later(host) for host in (hosts["engine-0"], hosts["engine-1"])]
         loading = asyncio.create_task(engines.load(published("r1")))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         with pytest.raises(UnavailableError, match="engine-0 is loading, engine-1 is loading") as refused:
             await ask(engines)
         assert refused.value.retry_after_s == 2
+        for event in may_fail:
+            event.set()
         await loading
         assert (await ask(engines)).spans[0].release_id == "r1"
 
-    with_fakes(work, "--inference.load-timeout-s", "0.6", "--inference.pause-wait-s", "0.1")
+    with_fakes(work, "--inference.pause-wait-s", "0.1")
 
 
 def test_requests_that_wait_are_answered_by_the_first_replica_that_opens(with_fakes, published, ask) -> None:
     async def work(engines, hosts):
-        by_a_hang(hosts["engine-0"])
+        may_fail = by_a_refusal_later(hosts["engine-0"])
         loading = asyncio.create_task(engines.load(published("r1")))
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(ask(engines)) for _ in range(4)]
@@ -514,9 +533,10 @@ def test_requests_that_wait_are_answered_by_the_first_replica_that_opens(with_fa
         assert {(await task).spans[0].release_id for task in waiting} == {"r1"}
         assert not loading.done()
         assert answers(hosts, "engine-1") == 4
+        may_fail.set()
         await loading
 
-    with_fakes(work, "--inference.load-timeout-s", "1")
+    with_fakes(work)
 
 
 def test_no_wait_is_a_wait_of_nothing(with_fakes, published, ask) -> None:
@@ -789,18 +809,32 @@ def test_an_engine_that_does_not_start_is_not_lent_and_leaves_room_for_the_next(
     with_fakes(work)
 
 
-def test_an_engine_that_nobody_asks_any_more_ends_by_itself(with_fakes, published, ask) -> None:
+def test_an_engine_that_nobody_asks_any_more_ends_by_itself(with_fakes, published, ask, monkeypatch) -> None:
+    clock = SimpleNamespace(now=0.0, looks=0)
+
+    def monotonic() -> float:
+        clock.looks += 1
+        return clock.now
+
+    monkeypatch.setattr(lent, "LOOK_S", 0.01)
+    monkeypatch.setattr(lent, "time", SimpleNamespace(monotonic=monotonic))
+
     async def work(engines, hosts):
         await engines.lend(published("e1"), "a")
-        until_s = time.monotonic() + 1.5
-        while time.monotonic() < until_s:  # longer than it may be idle
+        for _ in range(4):  # together longer than it may be idle
             await ask(engines, release="e1")
-            await asyncio.sleep(0.05)
+            looks = clock.looks
+            await until(lambda: clock.looks > looks + 2)  # noqa: B023 (asked before the next)
+            clock.now += 200.0
+        await ask(engines, release="e1")
         assert engines.describe()[-1]["role"] == "evaluation"
+        looks = clock.looks
+        await until(lambda: clock.looks > looks + 2)
+        clock.now += 301.0
         await until(lambda: len(engines.describe()) == 2)
         assert await engines.give_back("e1", "a") is False
 
-    with_fakes(work, "--evaluation.engine-idle-s", "1")
+    with_fakes(work, "--evaluation.engine-idle-s", "300")
 
 
 def test_an_engine_given_back_while_it_starts_is_not_lent_and_another_release_can_be(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import time
+import socket
 
 import pytest
 from aiohttp import web
 
+import reef.engines.client as client_module
 import reef.engines.replica as module
 from reef.engines.replica import Replica
 from reef.errors import EngineError, LoadFailedError
 from reef.observe import Metrics
 from reef.types import Probe, Published
+from tests.engines.conftest import pass_time
 
 PROBE = Probe((4, 5, 6), (-1.0, -1.0))  # what a FakeEngine scores
 WRONG = Probe((4, 5, 6), (-1.0, -1.1))
@@ -46,7 +48,7 @@ def with_replica(tmp_path, config, published, fake_hosts):
             host = fake_hosts["engine-0"]
             replica = Replica(host.name, config(tmp_path, *settings), Metrics(), host)
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     await replica.start(published("r0"))
                     await work(replica, host)
             finally:
@@ -142,14 +144,14 @@ def test_a_server_that_fails_a_load_is_restarted_with_the_release(with_replica, 
     "route", ["/update_weights_from_disk", "/pause_generation", "/continue_generation", "/generate"]
 )
 def test_a_server_that_never_answers_a_load_is_given_up_in_time_by_name_and_restarted(
-    with_replica, published, caplog, route
+    with_replica, published, caplog, monkeypatch, route
 ) -> None:
+    monkeypatch.setattr(client_module, "CONTROL_TIMEOUT_S", 3600)
+
     async def work(replica, host):
         first = host.engine
         first.answers[route] = first.never
-        started = time.monotonic()
         await replica.load(published("r1", probe=PROBE))
-        assert time.monotonic() - started < 10
         assert len(host.engines) == 2
         assert seen(replica) == ("ready", "r1", None)
         assert "release r1 did not load, restarting engine-0" in caplog.text
@@ -232,11 +234,8 @@ def test_a_release_that_is_wanted_during_a_restart_is_the_first_that_is_served_a
     with_replica, published
 ) -> None:
     async def work(replica, host):
-        host.may_start.clear()
-        await host.die()
-        await until(lambda: replica.state == "restarting")
+        await host.hang_in_a_restart()  # it is starting with r0
         starting = replica._watcher
-        await asyncio.sleep(0.02)  # it is starting with r0
         replica.want(published("r1", probe=PROBE))
         host.may_start.set()
         await replica.gate.wait()
@@ -486,17 +485,15 @@ def test_a_release_that_comes_while_a_server_restarts_is_loaded_once_its_files_a
 
     async def main():
         host = fake_hosts["engine-0"]
-        settings = config(tmp_path, "--reef.ready-timeout", "1")
-        replica = Replica(host.name, settings, Metrics(), host, lambda: asked.append(replica.lacks_files))
+        replica = Replica(host.name, config(tmp_path), Metrics(), host, lambda: asked.append(replica.lacks_files))
         try:
             await replica.start(published("r0"))
-            host.may_start.clear()
-            await host.die()
-            await until(lambda: replica.state == "restarting")
+            await host.hang_in_a_restart()
             replica.want(in_trainer(published("r1")))  # the others were sent it meanwhile
             host.may_start.set()
             await until(lambda: asked)
-            await asyncio.sleep(1.2)  # a step may take longer than a start
+            pass_time(3600)  # a step may take longer than a start
+            await asyncio.sleep(0.05)
             assert (asked, replica.lacks_files, len(host.engines)) == ([True], True, 2)
             assert "/update_weights_from_disk" not in routes(host.engine)  # there is nothing to read
             replica.provide(published("r1"))
@@ -613,16 +610,15 @@ def test_the_shorter_context_of_engine_and_configuration_holds(attached, fake_en
         attached(longer)
 
 
-def test_an_attached_server_that_is_not_there_is_named(tmp_path, config, published, make_fake_engine) -> None:
-    gone = make_fake_engine()
-    gone.stop()
-
-    async def main():
-        settings = ["--inference.url", gone.url, "--reef.ready-timeout", "0.3"]
+def test_an_attached_server_that_is_not_there_is_named(tmp_path, config, published) -> None:
+    async def main(url):
+        settings = ["--inference.url", url, "--reef.ready-timeout", "0.3"]
         replica = Replica("engine-0", config(tmp_path, *settings), Metrics(), None)
-        with pytest.raises(EngineError, match=rf"engine-0 at {gone.url} is not up after 0\.3 s"):
+        with pytest.raises(EngineError, match=rf"engine-0 at {url} is not up after 0\.3 s"):
             await replica.start(published("r0"))
         assert replica.state == "failed"
         await replica.stop()
 
-    asyncio.run(main())
+    with socket.socket() as taken:  # bound and not listening: nobody else gets the port, and it refuses
+        taken.bind(("127.0.0.1", 0))
+        asyncio.run(main(f"http://127.0.0.1:{taken.getsockname()[1]}"))

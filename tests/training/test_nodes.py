@@ -43,13 +43,13 @@ def make_config(nodes: Nodes, run_dir: Path, **training: object) -> Config:
 def test_a_layout_that_the_nodes_have_no_room_for_is_refused_at_once(
     nodes: Nodes, make_model: Callable[..., Path], tmp_path: Path, layout: dict[str, int], needed: str
 ) -> None:
-    trainer = Trainer(make_config(nodes, tmp_path, layout=layout), make_model())
+    trainer = Trainer(make_config(nodes, tmp_path, layout=layout, **{"ready-timeout": 200}), make_model())
     started = time.monotonic()
     with pytest.raises(
         ConfigError, match=rf"is too small: needed are {needed} .*; there are 2 nodes: \(. CPU\), \(. CP"
     ):
         trainer.start()
-    assert time.monotonic() - started < 45
+    assert time.monotonic() - started < 150
     assert not ray.is_initialized()
 
 

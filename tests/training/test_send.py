@@ -66,14 +66,14 @@ def same(a: Weights, b: Weights) -> None:
         assert left is None or torch.equal(left, right)
 
 
-def meet(worker: MegatronWorker, engine: Engine, timeout_s: float = 20) -> None:
+def meet(worker: MegatronWorker, engine: Engine, timeout_s: float = 60) -> None:
     found = worker.listen("engine-0", HOST)
     assert found is not None
     host, port, backend = found
     assert (host, backend) == (HOST, "gloo")
     joined = engine.join(port)
     worker.join("engine-0", "group", 2, timeout_s)
-    joined.result(20)
+    joined.result(60)
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +115,7 @@ def test_an_engine_gets_what_the_releases_files_hold(
             received = engine.receive(plan)
             for bucket in plan:
                 worker.send("engine-0", bucket)
-            weights = received.result(20)
+            weights = received.result(60)
             assert weights is not None
             worker.publish(f"r{number}", tmp_path)
             same(weights, load_weights(tmp_path / f"r{number}", engine.arch, torch.float32))
@@ -158,7 +158,7 @@ def join(sender: Sender, engine: Engine, timeout_s: float, name: str = "group") 
     _, port = sender.listen("engine-0", HOST)
     joined = engine.join(port, name)
     sender.join("engine-0", name, 2, timeout_s)
-    joined.result(20)
+    joined.result(60)
 
 
 def large() -> dict[str, torch.Tensor]:
@@ -194,17 +194,17 @@ def test_an_engine_that_never_joins_is_not_waited_for(sender: Sender) -> None:
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"the 2 ranks of group group did not meet in 0\.5 s"):
         sender.join("engine-0", "group", 2, 0.5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     with pytest.raises(EngineError, match="does not listen for engine-0"):
         sender.join("engine-0", "group", 2, 0.5)
 
 
 def test_an_engine_that_joined_and_takes_nothing_is_not_waited_for(sender: Sender, engine: Engine) -> None:
-    join(sender, engine, 2)
+    join(sender, engine, 8)
     began = time.monotonic()
     with pytest.raises(EngineError, match="group group"):
         sender.send("engine-0", LARGE, large())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     with pytest.raises(EngineError, match="no group with engine-0"):
         sender.send("engine-0", LARGE, large())
     join(sender, engine, 20, "another")
@@ -229,7 +229,7 @@ def test_a_trainer_that_gives_up_is_seen_by_the_engine_at_once(
     time.sleep(0.2)
     sender.leave("engine-0")
     with pytest.raises(ModelError, match="group group failed"):
-        received.result(20)
+        received.result(60)
 
 
 def test_a_new_group_replaces_the_older_one_of_that_engine(
@@ -242,17 +242,17 @@ def test_a_new_group_replaces_the_older_one_of_that_engine(
     time.sleep(0.2)
     _, port = sender.listen("engine-0", HOST)
     with pytest.raises(ModelError, match="group first failed"):
-        received.result(20)
+        received.result(60)
     with pytest.raises(EngineError, match="no group with engine-0"):
         sender.send("engine-0", plan[0], tensors)
     assert engine.receiver.take() is None  # ends the session
     joined = engine.join(port, "second")
     sender.join("engine-0", "second", 2, 20)
-    joined.result(20)
+    joined.result(60)
     received = engine.receive(plan, "second")
     for bucket in plan:
         sender.send("engine-0", bucket, tensors)
-    weights = received.result(20)
+    weights = received.result(60)
     assert weights is not None
     same(weights, load_weights(make_model(), engine.arch, torch.float32))
 
@@ -263,14 +263,14 @@ def test_groups_of_two_engines_do_not_share_a_fate(sender: Sender, engine: Engin
     _, port = sender.listen("engine-1", HOST)
     joined = other.join(port, "other")
     sender.join("engine-1", "other", 2, 20)
-    joined.result(20)
+    joined.result(60)
     engine.receiver.leave("group")
     with pytest.raises(EngineError):
         sender.send("engine-0", LARGE, large())
     plan = buckets(make_model(), 2**30)
     received = other.receive(plan, "other")
     sender.send("engine-1", plan[0], load_file(make_model() / "model.safetensors"))
-    assert received.result(20) is not None
+    assert received.result(60) is not None
 
 
 def test_every_rank_of_an_engine_receives(sender: Sender, make_model: MakeModel) -> None:
@@ -280,13 +280,13 @@ def test_every_rank_of_an_engine_receives(sender: Sender, make_model: MakeModel)
     joined = [engine.join(port, "group", 1 + number, 3) for number, engine in enumerate(ranks)]
     sender.join("engine-0", "group", 3, 20)
     for each in joined:
-        each.result(20)
+        each.result(60)
     received = [engine.receive(plan) for engine in ranks]
     for bucket in plan:
         sender.send("engine-0", bucket, load_file(make_model() / "model.safetensors"))
     expected = load_weights(make_model(), ranks[0].arch, torch.float32)
     for each in received:
-        weights = each.result(20)
+        weights = each.result(60)
         assert weights is not None
         same(weights, expected)
 

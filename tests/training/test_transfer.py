@@ -229,8 +229,8 @@ def test_an_engine_killed_during_a_transfer_costs_the_trainer_nothing(
         began = time.monotonic()
         await client.pause("retract")
         with pytest.raises(EngineError):
-            await transfer_weights(client, "engine-0", 1, killing, published, True, 30)
-        assert time.monotonic() - began < 28
+            await transfer_weights(client, "engine-0", 1, killing, published, True, 90)
+        assert time.monotonic() - began < 80
         assert client.group is None
         await client.close()
         published = step_and_name(trainer, make_batch, "r2", tmp_path)  # the workers go on
@@ -262,7 +262,7 @@ def test_an_engine_that_stands_still_is_given_up_in_bounded_time(
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"engine-0 did not receive r1 in 2 s|did not answer"):
             await transfer_weights(client, "engine-0", 1, transfer, published, True, 2)
-        assert time.monotonic() - began < 28
+        assert time.monotonic() - began < 80
         server.process.send_signal(signal.SIGCONT)
         trainer.ping()
         published = step_and_name(trainer, make_batch, "r2", tmp_path)
