@@ -216,6 +216,7 @@ class Replica:
             url = str(self._settings.url)
         else:
             await self._host.stop()
+            await self._files()
             try:
                 url = await self._host.start(self._wanted.path, self._wanted.release_id, self._ready_timeout_s)
             except OSError as error:  # no memory for a process, no disk for its log
@@ -370,7 +371,6 @@ class Replica:
             log.warning("restarting %s: %s", self.name, self.error)
             self._metrics.engine_restarts.inc()
             try:
-                await self._files()
                 await self._bring_up()
             except ReefError as error:
                 failures += 1

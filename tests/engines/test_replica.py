@@ -505,6 +505,34 @@ def test_a_release_that_comes_while_a_server_restarts_is_loaded_once_its_files_a
     asyncio.run(main())
 
 
+def test_a_release_that_comes_while_the_old_server_is_ended_starts_none_without_its_files(
+    tmp_path, config, published, fake_hosts, monkeypatch
+) -> None:
+    async def main():
+        host = fake_hosts["engine-0"]
+        replica = Replica(host.name, config(tmp_path), Metrics(), host, lambda: None)
+        try:
+            await replica.start(published("r0"))
+            stop = host.stop
+
+            async def stop_and_hear_of_a_release() -> None:
+                await stop()
+                monkeypatch.setattr(host, "stop", stop)
+                replica.want(in_trainer(published("r1")))
+
+            await host.die()
+            monkeypatch.setattr(host, "stop", stop_and_hear_of_a_release)
+            await until(lambda: replica.lacks_files)
+            assert (replica.state, len(host.engines)) == ("restarting", 1)
+            replica.provide(published("r1"))
+            await replica.gate.wait()
+            assert (replica.served, host.engine.version, len(host.engines)) == ("r1", "r1", 2)
+        finally:
+            await replica.stop()
+
+    asyncio.run(main())
+
+
 class Gone:
     """A trainer that no engine can meet."""
 
