@@ -710,3 +710,118 @@ def test_a_dataset_is_handed_on_by_its_name(dataset: str) -> None:
 def test_a_python_that_is_too_old_is_said_with_what_to_do() -> None:
     with pytest.raises(run.NoHarbor, match=r"needs Python 3\.12 or newer, this is 3\.11: .*make harbor does it"):
         run.check_harbor((3, 11))
+
+
+# ---- groups that a trial does not fill
+
+CONFIG = {"group-size": 8, "batch-size": 64, "group-deadline-s": 300.0}  # of README.md's serve.yaml
+SIX_OF_EIGHT = (
+    "6 rollouts a trial, and group-size is 8: a trial's group stays at 6 of 8 until 300 s after its first report "
+    "(group-deadline-s), then it counts as it is for a batch of 64; full groups: -O rollouts=8, or the service's "
+    "group-size 6 with a batch-size that it divides"
+)
+
+
+def test_a_trial_that_does_not_fill_its_group_is_told_how_long_it_waits_and_what_fills_it() -> None:
+    assert run.unfilled("reef", [], [], CONFIG) == SIX_OF_EIGHT
+    four = run.unfilled(run.OURS, ["rollouts=4"], [], CONFIG)
+    assert four is not None
+    assert four.endswith("full groups: -O rollouts=8, or the service's group-size 4")
+    twelve = run.unfilled("reef", ["rollouts=12"], [], CONFIG)
+    assert twelve is not None
+    assert "a trial's last group stays at 4 of 8 until" in twelve
+    assert "full groups: -O rollouts=16, or the service's group-size 12 with" in twelve
+    assert run.unfilled("reef", ["rollouts=1"], [], CONFIG) == (
+        "1 rollout a trial, and group-size is 8: a trial's group stays at 1 of 8 until 300 s after its first report "
+        "(group-deadline-s), then it is dropped; full groups: -O rollouts=8"
+    )
+
+
+@pytest.mark.parametrize("options", [["rollouts=8"], ["rollouts=16"], ["rollouts=6", "rollouts=8"]])
+def test_nothing_is_told_where_groups_are_filled(options: list[str]) -> None:
+    assert run.unfilled("reef", options, [], CONFIG) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--ak", "rollouts=8"], False),
+        (["--agent-kwarg=rollouts=8", "-n", "2"], False),
+        (["--ak", "rollouts=8", "--ak", "rollouts=6"], True),
+        (["--ak"], True),
+        (["-a", "terminus-2"], False),
+        (["-c", "job.yaml"], False),
+    ],
+)
+def test_what_follows_the_dashes_wins_there_too(more: list[str], told: bool) -> None:
+    assert run.unfilled("reef", [], more, CONFIG) == (SIX_OF_EIGHT if told else None)
+
+
+@pytest.mark.parametrize(
+    ("agent", "options"),
+    [
+        ("terminus-2", []),
+        ("oracle", []),
+        ("reef", ["group=false"]),
+        ("reef", ["purpose=eval"]),
+        ("reef", ["temperature=0"]),
+        ("reef", ["rollouts=many"]),
+        ("reef", ["rollouts=-2"]),
+    ],
+)
+def test_nothing_is_told_of_rollouts_that_are_no_group(agent: str, options: list[str]) -> None:
+    assert run.unfilled(agent, options, [], CONFIG) is None
+
+
+class Became(Exception):  # noqa: N818
+    """Harbor would have been begun."""
+
+
+@pytest.mark.parametrize(
+    ("contract", "told"),
+    [
+        ((200, {"config": CONFIG}), f"reef: {SIX_OF_EIGHT}\n"),
+        ((200, {"config": {"batch-size": 64}}), ""),  # SAO
+        ((200, {"config": {**CONFIG, "group-size": "8"}}), ""),
+        ((200, {"config": {**CONFIG, "group-size": 0}}), ""),
+        ((200, {"config": None}), ""),
+        ((200, {}), ""),
+        ((404, {}), ""),
+        ((503, {}), ""),
+    ],
+)
+def test_the_run_tells_what_the_contract_says_and_begins_whatever_it_says(
+    contract: tuple[int, Any],
+    told: str,
+    service: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    route = service.route
+    monkeypatch.setattr(
+        service, "route", lambda how, parts, *more: contract if "contract" in parts else route(how, parts, *more)
+    )
+    assert begun(service, tmp_path, monkeypatch, capsys).startswith(f"{told}$ harbor run --path ")
+
+
+def test_a_scenario_that_only_records_has_no_groups(
+    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = {"scenarios": [{"name": "sums", "trains": False}]}
+    whole = {"scenario": "sums", "config": CONFIG}
+    monkeypatch.setattr(service, "route", lambda how, parts, *more: (200, whole if "contract" in parts else there))
+    assert begun(service, tmp_path, monkeypatch, capsys).startswith("$ harbor run --path ")
+
+
+def begun(service: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``harbor run`` says before it becomes Harbor."""
+
+    def become(*arguments: Any) -> None:
+        raise Became
+
+    monkeypatch.setattr(run, "check_harbor", lambda: None)
+    monkeypatch.setattr(os, "execve", become)
+    with pytest.raises(Became):
+        main(["harbor", "run", str(task(folder)), "--url", service.url, "--scenario", "sums"])
+    return capsys.readouterr().out

@@ -14,6 +14,7 @@ from reef_harness.harbor import run
 from reef_harness.harbor.reports import FILE, Reports
 from reef_harness.harbor.verdict import REWARD_KEY
 from reef_harness.keys import find_key
+from reef_harness.types import Json
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -79,17 +80,32 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     run.check_harbor()
-    found = asyncio.run(_service(arguments))
+    found, config = asyncio.run(_service(arguments))
     given = run.arguments_of(
         arguments.tasks, arguments.agent, arguments.environment, found, arguments.option, arguments.more
     )
+    if told := run.unfilled(arguments.agent, arguments.option, arguments.more, config):
+        print(f"reef: {told}")
     run.run(given, run.variables_now(found))
 
 
-async def _service(arguments: argparse.Namespace) -> run.Service:
+async def _service(arguments: argparse.Namespace) -> tuple[run.Service, Json]:
+    """The service, and the settings of the scenario's method."""
     async with await service.connect(arguments) as client:
         key = find_key(arguments.url, None, arguments.key_file)
-        return run.Service(client.url, str(client.scenario), key, arguments.key_file.absolute())
+        found = run.Service(client.url, str(client.scenario), key, arguments.key_file.absolute())
+        return found, await _config(client)
+
+
+async def _config(client: Client) -> Json:
+    """Empty where it cannot be read, and where the scenario does not train."""
+    client.retry = Retry(total_s=0)  # it is for a line of text
+    try:
+        trains = [found.get("trains", True) for found in await client.scenarios() if found["name"] == client.scenario]
+        config = (await client.contract())["config"] if all(trains) else {}
+    except (HarnessError, LookupError, TypeError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _report(arguments: argparse.Namespace) -> int:

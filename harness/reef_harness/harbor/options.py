@@ -7,6 +7,7 @@ from harbor.agents.options import AgentOptions
 from pydantic import Field, field_validator
 
 from reef_harness.graders.named import grader_of
+from reef_harness.harbor.rollouts import ROLLOUTS
 from reef_harness.keys import KEY_FILE
 
 
@@ -16,7 +17,7 @@ class HarborAgentOptions(AgentOptions):
     url: str = Field("http://127.0.0.1:8080", description="Of the Reef service.")
     scenario: str | None = Field(None, description="Omit for the service's own.")
     key_file: Path = Field(KEY_FILE, description="Of a service on this machine, where REEF_API_KEY is not set.")
-    rollouts: int = Field(6, ge=1, le=1024, description="Answers to the instruction.")
+    rollouts: int = Field(ROLLOUTS, ge=1, le=1024, description="Answers to the instruction.")
     concurrency: int = Field(6, ge=1, description="How many of them are asked for at once.")
     temperature: float = Field(1.0, ge=0, description="Answers sampled at 0 are not trained on.")
     max_tokens: int | None = Field(None, ge=1, description="Of each answer. Omit for all that the context leaves.")

@@ -19,6 +19,7 @@ from reef_harness.graders import Grader
 from reef_harness.types import Completion, Item, Json, ReportState
 from reef_harness.wire import Asking
 
+ROLLOUTS = 6  # where nothing else is asked for
 _LINE = ("index", "error", "receipt", "release", "finish_reason", "num_tokens", "score", "outcome", "reason_code")
 
 

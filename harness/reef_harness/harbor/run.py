@@ -6,6 +6,7 @@ as they are, for a verifier that has a judge of its own would send what is in th
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -15,9 +16,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from reef_harness.errors import HarnessError
+from reef_harness.harbor.rollouts import ROLLOUTS
 
 ENVIRONMENTS = {
     "hostdir": "reef_harness.harbor.environments:HostDirEnvironment",
@@ -97,6 +99,42 @@ def arguments_of(
     return [*given, *(["--yes"] if chosen[0] == "--path" else []), *more]
 
 
+def unfilled(agent: str, agent_options: Sequence[str], more: Sequence[str], config: Mapping[str, Any]) -> str | None:
+    """What becomes of the group that a trial's rollouts do not fill; None where they do, or nothing is grouped.
+
+    ``config`` is that of the scenario's contract; a method that compares rollouts has a group-size in it.
+    """
+    size, batch, deadline_s = (config.get(name) for name in ("group-size", "batch-size", "group-deadline-s"))
+    if not (isinstance(size, int) and size > 0 and isinstance(batch, int) and isinstance(deadline_s, int | float)):
+        return None
+    if agent not in ("reef", OURS) or _CHOOSE_WHO_RUNS.intersection(map(_option, more)):
+        return None
+    given = [*agent_options, *_values(more, "--ak", "--agent-kwarg")]
+    options = {name: value for name, _, value in (pair.partition("=") for pair in given)}
+    try:
+        rollouts, temperature = int(options.get("rollouts", ROLLOUTS)), float(options.get("temperature", 1))
+    except ValueError:
+        return None  # Harbor says so
+    grouped = options.get("group", "true").lower() in ("true", "1", "yes", "on", "t", "y")
+    left = rollouts % size
+    if not (rollouts > 0 and left and grouped and temperature) or options.get("purpose") == "eval":
+        return None
+    told = (
+        f"{rollouts} rollout{'s' if rollouts > 1 else ''} a trial, and group-size is {size}: a trial's "
+        f"{'last ' if rollouts > size else ''}group stays at {left} of {size} until {deadline_s:g} s after its first "
+        "report (group-deadline-s), then it "
+    )
+    full = f"full groups: -O rollouts={rollouts + size - left}"
+    if left == 1:
+        told += f"is dropped; {full}"
+    else:
+        told += f"counts as it is for a batch of {batch}; {full}"
+    if rollouts > 1:  # a group of one compares nothing
+        told += f", or the service's group-size {rollouts}"
+        told += " with a batch-size that it divides" if batch % rollouts else ""
+    return told
+
+
 def variables_of(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` with the key as REEF_API_KEY; what it does not ask for is not sent to Harbor or fetched.
 
@@ -149,6 +187,15 @@ def _option(word: str) -> str:
         return word.partition("=")[0]
     short = word[1:].lstrip(_FLAGS)[:1]
     return f"-{short}" if word.startswith("-") else ""
+
+
+def _values(words: Sequence[str], *names: str) -> list[str]:
+    """What is given with the options ``names``, as --ak x or --ak=x."""
+    return [
+        after if word in names else word.partition("=")[2]
+        for word, after in itertools.pairwise([*words, ""])
+        if word.partition("=")[0] in names
+    ]
 
 
 def _agent(agent: str, service: Service) -> list[str]:
