@@ -3,7 +3,8 @@
 import re
 
 from reef_harness.graders.base import BadGold, Grader, Verdict
-from reef_harness.graders.equivalence import Comparison, canonical, compare
+from reef_harness.graders.comparison import Comparison
+from reef_harness.graders.equivalence import canonical, compare
 
 _MARK = re.compile(r"\\boxed[ \t\r\n]{0,8}\{|\\.|[{}]", re.DOTALL)
 

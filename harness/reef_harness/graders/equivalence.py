@@ -2,12 +2,12 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
 
 from reef_harness.graders.base import BadGold
+from reef_harness.graders.collection import compare_collections, read_collection
+from reef_harness.graders.comparison import DIFFERENT, SAME_TEXT, SAME_VALUE, Comparison
 from reef_harness.graders.latex import (
     MAX_LENGTH,
     MAX_NESTING,
@@ -20,28 +20,11 @@ from reef_harness.graders.latex import (
     evaluate,
     long,
 )
-from reef_harness.graders.notation import clean, grouped, spelled, ungrouped
+from reef_harness.graders.notation import THOUSANDS, clean, grouped, spelled, ungrouped
 
 TOLERANCE = Fraction(1, 10**6)  # relative, where one of the two is written with a decimal point
 _CLOSED_FORM = Fraction(1, 10**50)  # relative, between two closed forms computed to 100 digits
-_MAX_ELEMENTS = 40
 _MAX_TEXT = 100_000  # characters; longer answers are compared as they are
-
-Result = Literal["equal", "different", "review"]
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The result and its reason code; ``detail`` is for people."""
-
-    result: Result
-    reason_code: str
-    detail: str = ""
-
-
-_SAME_TEXT = Comparison("equal", "same_text")
-_SAME_VALUE = Comparison("equal", "same_value")
-_DIFFERENT = Comparison("different", "different")
 
 
 def compare(gold: str, answer: str) -> Comparison:
@@ -50,10 +33,10 @@ def compare(gold: str, answer: str) -> Comparison:
         raise BadGold(f"the gold answer is empty: {gold!r}")
     if len(answer) > _MAX_TEXT:
         same = answer.strip() == gold.strip()
-        return _SAME_TEXT if same else Comparison("review", "too_long", f"{len(answer)} characters")
+        return SAME_TEXT if same else Comparison("review", "too_long", f"{len(answer)} characters")
     given = clean(answer)
     if given == right and not _listed(gold, right, answer, given):
-        return _SAME_TEXT
+        return SAME_TEXT
     if not given:
         return Comparison("different", "empty")
     if right.isascii() and not given.isascii():
@@ -63,7 +46,7 @@ def compare(gold: str, answer: str) -> Comparison:
     found = _compare(right, given, 0)
     if found.result == "equal" and _listed(gold, right, answer, given):
         return Comparison("review", "ambiguous", "one number, or a list")
-    if found == _DIFFERENT and (_QUAD.search(gold) is None) != (_QUAD.search(answer) is None):
+    if found == DIFFERENT and (_QUAD.search(gold) is None) != (_QUAD.search(answer) is None):
         return Comparison("review", "not_evaluated", "a wide blank may part the elements of a list")
     return found
 
@@ -80,7 +63,7 @@ def _canonical(text: str, depth: int) -> str:
     if depth < MAX_NESTING and (named := _ASSIGNED.match(text)):  # x=2 is not y=2
         return named[0] + _canonical(text[named.end() :], depth + 1)
     text = _one_number(text)
-    if text != "," and depth < MAX_NESTING and (found := _collection(text)):  # "," stands for an empty element
+    if text != "," and depth < MAX_NESTING and (found := read_collection(text)):  # "," stands for an empty element
         elements = [_canonical(element, depth + 1) for element in found.elements]
         inside = ",".join(sorted(elements) if found.unordered else elements)
         return found.opening + inside + found.closing
@@ -95,15 +78,14 @@ def _canonical(text: str, depth: int) -> str:
 _BLANK = r"(?:\s|~|\\[,;: ])"
 _QUAD = re.compile(r"\\q?quad(?![A-Za-z])")
 _APART = re.compile(rf"[0-9]{_BLANK}*,{_BLANK}+[0-9]|[0-9]{_BLANK}+,|{_QUAD.pattern}")
-_THOUSANDS = re.compile(r"(?<![0-9])[1-9][0-9]{0,2}(?:[, ][0-9]{3})+(?![0-9])")
 
 
 def _listed(gold: str, right: str, answer: str, given: str) -> bool:
     """Whether one may be a list, by its blanks, that is read as one number; ``right`` and ``given`` are clean."""
     apart = [_APART.search(side) is not None for side in (gold, answer)]
-    if apart[0] == apart[1] or not (_THOUSANDS.search(right) or _THOUSANDS.search(given)):
+    if apart[0] == apart[1] or not (THOUSANDS.search(right) or THOUSANDS.search(given)):
         return False
-    lists = _collection(right) is not None and _collection(given) is not None
+    lists = read_collection(right) is not None and read_collection(given) is not None
     return not lists or _one_number(right) != right or "quad" in gold + answer
 
 
@@ -116,18 +98,7 @@ def _strange(text: str) -> str:
     return f"U+{ord(found):04X}"
 
 
-# ---- lists, sets, tuples, intervals
-
-
-@dataclass(frozen=True, slots=True)
-class _Collection:
-    opening: str
-    closing: str
-    elements: tuple[str, ...]
-
-    @property
-    def unordered(self) -> bool:
-        return self.opening == "\\{"
+# ---- a list, a set, a tuple or an interval, or a single thing
 
 
 @lru_cache(maxsize=2048)  # sets within sets are compared more than once: without it, twice as long at each level
@@ -135,13 +106,13 @@ def _compare(gold: str, answer: str, depth: int) -> Comparison:
     if depth > MAX_NESTING:
         return Comparison("review", "too_large", "nested too deep")
     if gold == answer:
-        return _SAME_TEXT
-    right, given = _collection(gold), _collection(answer)
+        return SAME_TEXT
+    right, given = read_collection(gold), read_collection(answer)
     if right is None and given is None:
         return _compare_single(gold, answer)
     if right is None or given is None:
         return _compare_grouped(gold, answer, answer if given is None else gold, depth)
-    found = _compare_collections(right, given, depth)
+    found = compare_collections(right, given, lambda one, other: _compare(one, other, depth + 1))
     if found.result == "different" and (_MANY.search(gold) or _MANY.search(answer)):
         return Comparison("review", "not_evaluated", "an element may be several")
     return found
@@ -156,7 +127,7 @@ def _compare_grouped(gold: str, answer: str, single: str, depth: int) -> Compari
     if _BEYOND.search(single) or _SEVERAL.search(single):
         return Comparison("review", "not_evaluated", f"{single[:80]!r} may be a list, a set or an interval")
     for listed, other in ((gold, answer), (answer, gold)):
-        found = _collection(listed)
+        found = read_collection(listed)
         if found and len(found.elements) == 1 and _compare(found.elements[0], other, depth + 1).result != "different":
             return Comparison("review", "delimiters_differ")
     pointed = [side.replace(",", ".") if _DECIMAL_COMMA.fullmatch(side) else side for side in (gold, answer)]
@@ -173,111 +144,6 @@ def _one_number(text: str) -> str:
     named = _ASSIGNED.sub("", text)
     number, _ = _unit(named)
     return text.replace(number, ungrouped(number)) if grouped(number) else text
-
-
-def _compare_collections(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
-    if max(len(gold.elements), len(answer.elements)) > _MAX_ELEMENTS:
-        return Comparison("review", "too_large", f"more than {_MAX_ELEMENTS} elements")
-    if gold.unordered and answer.unordered:
-        return _compare_sets(gold, answer, depth)
-    if len(gold.elements) != len(answer.elements):
-        return _compare_lengths(gold, answer, depth)
-    if (gold.opening, gold.closing) != (answer.opening, answer.closing):
-        if (
-            gold.opening and answer.opening and "{" not in (gold.opening, answer.opening)
-        ):  # an open interval is no closed one, a pair is no set
-            return _DIFFERENT
-        found = _matched(gold, answer, depth)
-        return found if found is _DIFFERENT else Comparison("review", "delimiters_differ")
-    pairs = zip(gold.elements, answer.elements, strict=True)
-    found = _together([_compare(right, given, depth + 1) for right, given in pairs])
-    if found.result == "different" and not gold.opening and _matched(gold, answer, depth).result != "different":
-        return Comparison("review", "order_differs")
-    return found
-
-
-def _compare_lengths(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
-    """Of other lengths: the same where the commas within one element separate thousands, ``1,000, 2,000``."""
-    texts = [",".join(side.elements) for side in (gold, answer)]
-    joined = [_THOUSANDS.sub(lambda found: ungrouped(found[0]), text) for text in texts]
-    for right, given in ((texts[0], joined[1]), (joined[0], texts[1]), (joined[0], joined[1])):
-        sides = [_split(_PIECE.findall(side)) for side in (right, given)]
-        if len(sides[0]) == len(sides[1]) and (right, given) != (texts[0], texts[1]):
-            found = [_compare(*pair, depth + 1) for pair in zip(*sides, strict=True)]
-            if _together(found).result != "different":
-                return Comparison("review", "ambiguous", "commas between elements, or between thousands")
-    return _DIFFERENT
-
-
-def _compare_sets(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
-    """In any order. Strictly {1,1,2} is {1,2}, but who repeats an element may mean something else."""
-    if len(gold.elements) == len(answer.elements):
-        found = _matched(gold, answer, depth)
-        if found.result != "different":
-            return found
-    table = [
-        [_compare(right, given, depth + 1).result != "different" for given in answer.elements]
-        for right in gold.elements
-    ]
-    if all(map(any, table)) and all(map(any, zip(*table, strict=True))):
-        return Comparison("review", "repeated_elements")
-    return _DIFFERENT
-
-
-def _matched(gold: _Collection, answer: _Collection, depth: int) -> Comparison:
-    """Every element of gold with an element of the answer, in any order."""
-    left = list(answer.elements)
-    found = []
-    for right in gold.elements:
-        results = [_compare(right, given, depth + 1) for given in left]
-        best = min(range(len(left)), key=lambda i: ("equal", "review", "different").index(results[i].result))
-        found.append(results[best])
-        left.pop(best)
-    return _together(found)
-
-
-def _together(found: list[Comparison]) -> Comparison:
-    for result in ("different", "review"):
-        if some := [one for one in found if one.result == result]:
-            return _DIFFERENT if result == "different" else some[0]
-    return _SAME_VALUE if _SAME_VALUE in found else _SAME_TEXT
-
-
-_PIECE = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
-_OPENING = frozenset({"(", "[", "{", "\\{"})
-_CLOSING = frozenset({")", "]", "}", "\\}"})
-
-
-def _collection(text: str) -> _Collection | None:
-    """Its elements where it has commas between them, or is a set; None for a single thing."""
-    pieces = _PIECE.findall(text)
-    if pieces[0] in _OPENING and pieces[-1] in _CLOSING and _closes_at(pieces) == len(pieces) - 1:
-        elements = _split(pieces[1:-1])
-        if len(elements) > 1 or pieces[0] == "\\{":
-            return _Collection(pieces[0], pieces[-1], elements)
-        return None
-    elements = _split(pieces)
-    return _Collection("", "", elements) if len(elements) > 1 else None
-
-
-def _closes_at(pieces: list[str]) -> int:
-    depth = 0
-    for position, piece in enumerate(pieces):
-        depth += (piece in _OPENING) - (piece in _CLOSING)
-        if depth == 0:
-            return position
-    return -1
-
-
-def _split(pieces: list[str]) -> tuple[str, ...]:
-    elements, depth = [""], 0
-    for piece in pieces:
-        depth += (piece in _OPENING) - (piece in _CLOSING)
-        if piece == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += piece
-    return tuple(clean(element) or "," for element in elements)  # an empty element equals no other text
 
 
 # ---- single things
@@ -311,7 +177,7 @@ def _compare_single(gold: str, answer: str) -> Comparison:
     gold, answer = _without_name(gold, answer)
     gold, answer = _one_number(gold), _one_number(answer)
     if gold == answer:
-        return _SAME_VALUE
+        return SAME_VALUE
     if _words(answer) and answer.casefold() == gold.casefold():
         return Comparison("review", "case_differs")
     (right, right_unit), (given, given_unit) = _unit(gold), _unit(answer)
@@ -320,7 +186,7 @@ def _compare_single(gold: str, answer: str) -> Comparison:
             "review", "unit_differs", f"gold {right_unit or 'has none'}, answer {given_unit or 'has none'}"
         )
     if right_unit and right == given:
-        return _SAME_TEXT
+        return SAME_TEXT
     if right_unit and right and given:
         gold, answer = right, given
     if infinite := _INFINITE.fullmatch(gold) or _INFINITE.fullmatch(answer):
@@ -349,12 +215,12 @@ def _unit(text: str) -> tuple[str, str]:
 def _compare_infinite(gold: str, answer: str, found: "re.Match[str]") -> Comparison:
     both = [_INFINITE.fullmatch(side) for side in (gold, answer)]
     if both[0] and both[1]:
-        return _SAME_VALUE if (both[0][1] == "-") == (both[1][1] == "-") else _DIFFERENT
+        return SAME_VALUE if (both[0][1] == "-") == (both[1][1] == "-") else DIFFERENT
     try:
         evaluate(answer if both[0] else gold)
     except NotEvaluated as error:
-        return _DIFFERENT if not error.maybe and not _BEYOND.search(answer) else Comparison("review", "not_evaluated")
-    return _DIFFERENT
+        return DIFFERENT if not error.maybe and not _BEYOND.search(answer) else Comparison("review", "not_evaluated")
+    return DIFFERENT
 
 
 _evaluated = lru_cache(maxsize=256)(evaluate)  # each element of a set is compared with each of the other
@@ -370,7 +236,7 @@ def _compare_values(gold: str, answer: str) -> Comparison:
     except NotEvaluated as error:
         return Comparison("review", error.reason, f"gold: {error}")
     try:
-        return _SAME_VALUE if same_number(right, _evaluated(answer)) else _DIFFERENT
+        return SAME_VALUE if same_number(right, _evaluated(answer)) else DIFFERENT
     except Unreadable:
         return _compare_symbols(gold, answer)
     except NotEvaluated as error:
@@ -458,8 +324,8 @@ def _compare_bare(gold: str, answer: str) -> Comparison:
         same = same_number(right, given)
     except NotEvaluated:
         several = _MANY.search(gold) and _MANY.search(answer)
-        return Comparison("review", "not_evaluated", "both are several") if several else _DIFFERENT
-    return Comparison("review", "text_beside", "the same number, and more beside it") if same else _DIFFERENT
+        return Comparison("review", "not_evaluated", "both are several") if several else DIFFERENT
+    return Comparison("review", "text_beside", "the same number, and more beside it") if same else DIFFERENT
 
 
 _RATIO = re.compile(r"(?<=[0-9]):(?=[0-9])")

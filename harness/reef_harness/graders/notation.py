@@ -48,6 +48,7 @@ _WHOLE_TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|m
 _SCRIPT = re.compile(r"([\^_])([0-9A-Za-z])(?![0-9.])")
 _SHORT_FRACTION = re.compile(r"\\frac([0-9])([0-9])(?![0-9.])")
 _GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*(?:\.[0-9]+)?")
+THOUSANDS = re.compile(r"(?<![0-9])[1-9][0-9]{0,2}(?:[, ][0-9]{3})+(?![0-9])")  # within a text
 _BRACED_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})")
 # One letter in another type; upright ones may be units, but for the constants e and i.
 _LETTER = re.compile(

@@ -9,7 +9,7 @@ from typing import Literal
 from reef_harness.graders.base import BadGold, Grader, Verdict
 from reef_harness.graders.boxed import last_box
 from reef_harness.graders.lone import Fault, fault_beside
-from reef_harness.graders.notation import spelled
+from reef_harness.graders.notation import spelled, ungrouped
 from reef_harness.graders.places import only_final
 
 Where = Literal["final", "boxed", "last"]
@@ -68,7 +68,7 @@ def read_number(text: str) -> Number:
     found = _NUMBER.fullmatch(text.strip(" \t\r\n$"))
     if not found:
         raise NotANumber(f"not one well-formed number: {text[:80]!r}")
-    whole, _, decimals = found["number"].replace(",", "").partition(".")
+    whole, _, decimals = ungrouped(found["number"]).partition(".")
     written = (whole + decimals).lstrip("0")
     digits = written.rstrip("0")
     exponent = int(found["exponent"] or 0) - len(decimals) + len(written) - len(digits) if digits else 0
