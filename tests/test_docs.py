@@ -87,6 +87,6 @@ def run(commands: str, service: Any) -> str:
     commands = commands.replace(" --releases", f" --run-dir '{service.run_dir}' --releases")
     commands = commands.replace(".venv/bin/reef-harness evaluate", f"'{sys.executable}' -m reef_harness evaluate")
     commands = commands.replace(" --grader", f" --url {service.url} --key-file '{service.run_dir}/api-key' --grader")
-    done = subprocess.run(["bash", "-ec", commands], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-ec", commands], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
