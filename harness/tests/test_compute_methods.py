@@ -3,6 +3,10 @@
 import asyncio
 import json
 import math
+import os
+import signal
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -615,6 +619,153 @@ def test_what_a_function_of_the_users_raises_is_raised_as_it_is(service: Any) ->
 
     with pytest.raises(ValueError, match=r"^it cannot be read$"):
         asyncio.run(run())
+
+
+FUNCTIONS = """
+import math
+from fractions import Fraction
+from reef_harness import FinalGrader
+
+def fails(item, given):
+    if item.id == "a":
+        raise KeyError("boom")
+    return Fraction(1, 2)
+
+def says(item, given):
+    return "yes" if item.id == "a" else 1
+
+def nothing(item, given):
+    return math.nan if item.id == "a" else 1
+
+def no_beam(item, partial):
+    return None
+
+def doubts(item, sample):
+    return False if item.id == "a" else None
+
+class Reads(FinalGrader):
+    def read(self, text):
+        return 1 / 0
+
+class Lists(FinalGrader):
+    def read(self, text):
+        return [text]
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of a user's, found from the current directory."""
+    name = f"functions_of_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    return name
+
+
+BEAM, BEST, REVISE = ["beam", "--boundary", ",", "--verifier"], ["best-of", "--samples", "1", "--scorer"], ["--checker"]
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "said"),
+    [
+        (BEAM, "fails", "KeyError: 'boom'"),
+        (BEAM, "says", "expected a finite number, got 'yes'"),
+        (BEAM, "nothing", "expected a finite number, got nan"),
+        (BEST, "fails", "KeyError: 'boom'"),
+        (BEST, "says", "expected a finite number or None, got 'yes'"),
+        (["revise", "--rounds", "0", *REVISE], "doubts", "expected text or None, got False"),
+    ],
+)
+def test_an_item_that_a_users_function_fails_at_is_an_error_and_the_others_go_on(
+    service: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    functions: str,
+    method: list[str],
+    name: str,
+    said: str,
+) -> None:
+    Scripted(service, *[final(1)] * 8)
+    out, function = tmp_path / "out.jsonl", f"{functions}:{name}"
+    assert main(["compute", *method, function, *two_items(tmp_path, service), "--out", str(out)]) == 0
+    told = capsys.readouterr()
+    assert f"a: HarnessError: {function}: item 'a': {said}" in told.err.splitlines()
+    assert [line.split("|")[-2].strip() for line in told.out.splitlines() if "1.000" in line] == ["1"]  # errors
+    lines = {line["item"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert [(lines[id]["stopped_by"] == "error", lines[id]["answer"]) for id in ("a", "b")] == [
+        (True, None),
+        (False, "1"),
+    ]
+
+
+def test_where_a_users_function_fails_at_every_item_the_command_fails(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], functions: str
+) -> None:
+    Scripted(service, *[final(1)] * 8)
+    assert main(["compute", *BEAM, f"{functions}:no_beam", *two_items(tmp_path, service)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "reef-harness compute: beam: none of 2 items could be answered; the first: "
+        f"HarnessError: {functions}:no_beam: item 'a': expected a finite number, got None"
+    )
+
+
+@pytest.mark.parametrize(
+    ("grader", "said"), [("Reads", "ZeroDivisionError: division by zero"), ("Lists", "expected text or None, got [")]
+)
+@pytest.mark.parametrize("method", [["vote", "--samples", "1"], ["route", "--first", "1", "--budget", "17"]])
+def test_a_users_grader_that_fails_to_read_is_a_message(
+    service: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    functions: str,
+    method: list[str],
+    grader: str,
+    said: str,
+) -> None:
+    Scripted(service, *[final(1)] * 2)
+    name = f"{functions}:{grader}"
+    assert main(["compute", *method, *two_items(tmp_path, service), "--grader", name]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[0] for line in lines if line[1:].startswith(f": HarnessError: {name}: {said}")] == ["a", "b"]
+
+
+def test_a_module_that_fails_is_a_message_before_any_answer_is_asked_for(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], functions: str
+) -> None:
+    (tmp_path / f"{functions}.py").write_text("def f(:")
+    assert main(["compute", *BEAM, f"{functions}:f", *two_items(tmp_path, service)]) == 1
+    assert f"reef-harness compute: {functions}:f: SyntaxError: " in capsys.readouterr().err
+    assert service.requests == []
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_interrupted_it_says_what_is_kept_and_how_to_go_on(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At its second item."""
+    go_on = threading.Event()
+
+    class Interrupting(Scripted):
+        def chat(self, body: Json, prompt: str, headers: dict[str, str], kind: str) -> Json:
+            if prompt == "??":
+                os.kill(os.getpid(), signal.SIGINT)
+                go_on.wait(60)
+            return super().chat(body, prompt, headers, kind)
+
+    Interrupting(service, *[final(1)] * 4)
+    out = tmp_path / "out.jsonl"
+    command = ["compute", "vote", *two_items(tmp_path, service), "--samples", "1", "--concurrency", "1", "--out"]
+    try:
+        assert main([*command, str(out)]) == 130
+    finally:
+        go_on.set()
+    assert capsys.readouterr().err.endswith(
+        f"what was answered is kept in {out}: the same command with another --out begins anew\nstopped\n"
+    )
+    assert [json.loads(line)["item"] for line in out.read_text().splitlines()] == ["a"]
+    Scripted(service, *[final(1)] * 2)
+    assert main([*command, str(tmp_path / "another.jsonl")]) == 0
 
 
 def test_the_command_has_the_release_that_it_names_answer(service: Any, tmp_path: Path) -> None:

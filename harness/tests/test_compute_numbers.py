@@ -61,7 +61,6 @@ def test_answers_that_cannot_be_read_are_drawn_and_vote_for_nothing() -> None:
     votes = Votes([None, "a", None, "b"])
     assert votes.leaders == ("a", "b")
     assert votes.lead == 0
-    assert votes.agreement == 0.25
     assert votes.entropy == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
 
 
@@ -69,7 +68,7 @@ def test_no_votes_have_no_leader_and_never_decide() -> None:
     assert Votes().leaders == ()
     assert Votes([None]).leaders == ()
     assert not Votes([None]).decided(0)
-    assert (Votes().entropy, Votes().agreement) == (0.0, 0.0)
+    assert Votes().entropy == 0.0
 
 
 def test_the_entropy_of_agreement_is_zero_and_of_two_halves_ln_2() -> None:

@@ -3,11 +3,13 @@
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from reef_harness import service
@@ -16,12 +18,13 @@ from reef_harness.compute import coverage
 from reef_harness.compute.asker import Asker, Budget
 from reef_harness.compute.beam import Beam, beam_search
 from reef_harness.compute.best_of import best_of
-from reef_harness.compute.consistency import self_consistency
+from reef_harness.compute.consistency import Read, self_consistency
 from reef_harness.compute.outcome import Outcome, releases_of
 from reef_harness.compute.revision import changes, revise
 from reef_harness.compute.routing import route
 from reef_harness.compute.run import Method, credit, rows_table, run_each, seed_of, summarize, told_of
 from reef_harness.compute.scores import Scorer, by_judge, by_logprob_mean, by_logprob_sum, by_verifier
+from reef_harness.errors import HarnessError
 from reef_harness.evaluation.items import read_items
 from reef_harness.graders import Grader
 from reef_harness.graders.named import grader_of, module_of
@@ -95,7 +98,12 @@ def _add(
 
 
 def _compute(arguments: argparse.Namespace) -> int:
-    return asyncio.run(_compute_all(arguments))
+    try:
+        return asyncio.run(_compute_all(arguments))
+    except KeyboardInterrupt:
+        if arguments.out and arguments.out.exists() and arguments.out.stat().st_size:
+            _say(f"what was answered is kept in {arguments.out}: the same command with another --out begins anew")
+        raise
 
 
 async def _compute_all(arguments: argparse.Namespace) -> int:
@@ -105,7 +113,8 @@ async def _compute_all(arguments: argparse.Namespace) -> int:
     for complaint in complaints:
         _say(f"left out: {complaint}")
     items = items[: arguments.limit]
-    method = _method(arguments, grader)
+    read = guarded(arguments.grader, grader.read, "text or None", _text)
+    method = _method(arguments, read)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(await service.connect(arguments))
         if arguments.release is not None:
@@ -118,7 +127,7 @@ async def _compute_all(arguments: argparse.Namespace) -> int:
                 keep(outcome)
             bar(outcome)
 
-        outcomes = await _run(arguments, client, items, grader, method, ended)
+        outcomes = await _run(arguments, client, items, read, method, ended)
     if arguments.out:
         _say(f"wrote {arguments.out}")
     return await _tell(arguments, items, outcomes, grader)
@@ -160,7 +169,7 @@ async def _run(
     arguments: argparse.Namespace,
     client: Client,
     items: Sequence[Item],
-    grader: Grader,
+    read: Read,
     method: Method,
     progress: Callable[[Outcome], None],
 ) -> list[Outcome]:
@@ -169,7 +178,7 @@ async def _run(
         return await route(
             [make(item) for item in items],
             items,
-            grader.read,
+            read,
             tokens=arguments.budget * len(items),
             first=arguments.first,
             most=arguments.samples,
@@ -198,8 +207,7 @@ def _asker(arguments: argparse.Namespace, client: Client, item: Item) -> Asker:
     )
 
 
-def _method(arguments: argparse.Namespace, grader: Grader) -> Method:
-    read = grader.read
+def _method(arguments: argparse.Namespace, read: Read) -> Method:
     if arguments.method == "beam":
         how = Beam(
             arguments.boundary,
@@ -208,10 +216,10 @@ def _method(arguments: argparse.Namespace, grader: Grader) -> Method:
             floor=arguments.floor,
             accept=arguments.accept,
         )
-        verify = function_of(arguments.verifier)
+        verify = guarded(arguments.verifier, function_of(arguments.verifier), "a finite number", _finite)
         return lambda asker, item: beam_search(asker, item, read, verify, how)
     if arguments.method == "revise":
-        check = function_of(arguments.checker)
+        check = guarded(arguments.checker, function_of(arguments.checker), "text or None", _text)
         return lambda asker, item: revise(asker, item, read, check, arguments.rounds)
     if arguments.method == "best-of":
         score = scorer_of(arguments.scorer)
@@ -268,7 +276,8 @@ def scorer_of(spec: str) -> Scorer:
         return SCORERS[spec]
     if spec.startswith("judge:"):
         return by_judge(grader_of(spec))
-    return by_verifier(function_of(spec))
+    function = guarded(spec, function_of(spec), "a finite number or None", _finite_or_none)
+    return by_verifier(function)
 
 
 def function_of(spec: str) -> Callable[..., Any]:
@@ -278,11 +287,48 @@ def function_of(spec: str) -> Callable[..., Any]:
         raise ValueError(f"expected MODULE:NAME, got {spec!r}")
     try:
         found = getattr(module_of(module_name), name, None)
-    except ImportError as error:
-        raise ValueError(f"{spec}: {error}") from error
+    except Exception as error:  # whatever a module does when it is imported
+        raise ValueError(f"{spec}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"{spec}: {module_name} has no function {name!r}")
     return found  # type: ignore[no-any-return]
+
+
+def guarded(spec: str, function: Callable[..., Any], expected: str, take: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A user's function; ``take`` raises for a result that is not what is ``expected``, else returns it.
+
+    Whatever either raises becomes a HarnessError that names the function, and the item where it is given one: that item
+    is an error, and the others go on.
+    """
+
+    def call(*given: Any) -> Any:
+        name = f"{spec}: item {given[0].id!r}" if isinstance(given[0], Item) else spec
+        try:
+            result = function(*given)
+        except Exception as error:  # a supervisor: what the function raises ends one item
+            raise HarnessError(f"{name}: {type(error).__name__}: {error}") from error
+        try:
+            return take(result)
+        except Exception as error:  # likewise: numbers of other packages raise what they like
+            raise HarnessError(f"{name}: expected {expected}, got {short(result)}") from error
+
+    return call
+
+
+def _finite(score: Any) -> float:
+    if not math.isfinite(score):
+        raise ValueError
+    return float(score)  # as JSON can write it
+
+
+def _finite_or_none(score: Any) -> float | None:
+    return None if score is None else _finite(score)
+
+
+def _text(found: Any) -> str | None:
+    if found is not None and not isinstance(found, str):
+        raise TypeError
+    return found
 
 
 def _say(text: str) -> None:

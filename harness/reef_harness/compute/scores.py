@@ -51,7 +51,7 @@ async def by_logprob_mean(item: Item, sample: Sample) -> float | None:
     return score.mean if score.num_tokens else None
 
 
-def by_verifier(verify: Callable[[Item, Sample], float]) -> Scorer:
+def by_verifier(verify: Callable[[Item, Sample], float | None]) -> Scorer:
     """A function of ours that looks at the answer."""
 
     async def score(item: Item, sample: Sample) -> float | None:

@@ -35,12 +35,6 @@ class Votes:
         return self.lead > remaining
 
     @property
-    def agreement(self) -> float:
-        """Share of the drawn answers that say what the first leader says; 0 where none was drawn."""
-        votes = self._votes()
-        return max(votes.values(), default=0) / len(self.answers) if self.answers else 0.0
-
-    @property
     def entropy(self) -> float:
         """Entropy of the drawn answers in nats; those that could not be read count as one answer of their own."""
         shares = [count / len(self.answers) for count in Counter(self.answers).values()]
