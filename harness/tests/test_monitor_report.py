@@ -12,9 +12,10 @@ from reef_harness.cli import main
 from reef_harness.drivers.records import Records, Rollout
 from reef_harness.errors import HarnessError
 from reef_harness.monitor import Gate, Gates, Run, best, check, correlation, from_file, read_gates
-from reef_harness.monitor.figures import Reading, answers, binned, held_out, readings
+from reef_harness.monitor.figures import Reading, answers, binned, held_out, of_step, readings
 from reef_harness.monitor.gates import DEFAULT, strangers
 from reef_harness.monitor.page import page
+from reef_harness.monitor.series import series
 from reef_harness.monitor.statistics import ranks
 from reef_harness.types import Item
 
@@ -44,11 +45,16 @@ def release(number: int, *evaluations: Json, **more: Any) -> Json:
 
 
 def step(number: int, **metrics: float) -> Json:
+    """The metrics of a GRPO step as the service stores them: of 8 groups that came 6 were trained and 2 tied."""
     return {
         "reward_mean": 0.5 + number / 100,
         "reward_std": 0.25,
         "reward/final": 0.5,
-        "informative_group_rate": 0.75,
+        "num_groups": 6.0,
+        "num_rollouts": 48.0,
+        "num_samples": 48.0,
+        "informative_group_rate": 1.0,
+        "dropped/tied": 16.0,
         "entropy": 0.2,
         "response_length_mean": 30.0 + number,
         "truncation_rate": 0.0,
@@ -102,6 +108,32 @@ def test_held_out_figures_are_read_as_the_gate_of_the_service_reads_them() -> No
     result = {"set": "s", "metrics": {"pass-at-8": {"value": 0.9, "low": 0.8, "high": 0.95}}, **accuracy(0.6, 0.5, 0.7)}
     (found,) = chain(release(0, {"accuracy": 0.1}, result)).releases
     assert held_out(found) == {"accuracy": Reading(0.6, 0.5, 0.7), "pass_at_8": Reading(0.9, 0.8, 0.95)}
+
+
+def test_groups_that_were_dropped_as_tied_count_among_those_that_came() -> None:
+    def rate(**metrics: float) -> float:
+        run = chain(release(1, metrics=step(1, **metrics)))
+        (checked,) = check(run, gates(Gate("informative_group_rate", min=0.5)))
+        (drawn,) = series(run.releases, "informative_group_rate")
+        found = readings(run.releases[0], ())["informative_group_rate"].value
+        assert drawn == (1, found) and checked.eligible is (found >= 0.5)
+        return found
+
+    assert rate() == 0.75
+    assert rate(num_samples=96.0) == 0.75  # every report gave two sequences
+    assert rate(**{"dropped/tied": 144.0}) == 0.25
+    assert rate(**{"dropped/tied": 0.0}, informative_group_rate=0.25) == 0.25  # filter-tied: false
+
+
+def test_releases_of_an_older_service_have_the_rate_of_groups_that_came() -> None:
+    metrics = step(1)
+    del metrics["num_rollouts"]
+    rate = {"informative_group_rate": Reading(0.75)}
+    assert of_step(chain(release(1, metrics=metrics)).releases[0]).items() >= rate.items()
+    del metrics["num_samples"]
+    assert of_step(chain(release(1, metrics=metrics)).releases[0])["informative_group_rate"] == Reading(1.0)
+    del metrics["informative_group_rate"]
+    assert "informative_group_rate" not in of_step(chain(release(1, metrics=metrics)).releases[0])
 
 
 def test_unique_answers_and_the_correlation_of_length_and_score_come_from_the_records() -> None:
@@ -283,11 +315,14 @@ def test_the_page_says_what_happened_and_what_is_not_known() -> None:
     limits = gates(Gate("accuracy", min=0.45))
     text = page(run, check(run, limits), limits, ["reward"])
     assert "21 releases (1 base, 20 train), from 2026-" in text
-    assert "Reward went from 0.53 to 0.68 (means of the first and the last 5 of 20 steps)." in text
+    assert "Reward, over the rollouts trained from, went from 0.53 to 0.68 (means of the first and the last 5 " in text
     assert "Held-out accuracy went from 0.5 [0.4, 0.6] to 0.7 [0.6, 0.8]." in text
     assert "Eligible: 1 of 21. **The best by accuracy is r20** (0.7)." in text
-    assert "by step, mean length in tokens and mean reward: Pearson +1.00, of ranks +1.00 (n = 20)" in text
+    assert "by step, mean length in tokens and mean reward of the rollouts trained from: Pearson +1.00" in text
+    assert "Pearson +1.00, of ranks +1.00 (n = 20)" in text
     steps = text[text.index("## Steps") :]
+    assert "Rewards, lengths and truncation are of the rollouts trained from." in steps
+    assert cells(steps, "release")[:3] == ["release", "reward, trained from", "informative"]
     assert cells(steps, "r20") == ["r20", "0.7 ± 0.25", "0.75", "0.2", "50", "0", "1", "0.01", "0.002", "0.5"]
     assert "8 of 20 rows are left out, evenly" in steps
     assert "- accuracy at least 0.45: failed 1, not known 19, passed 1" in text
@@ -297,6 +332,54 @@ def test_the_page_says_what_happened_and_what_is_not_known() -> None:
     assert "- no step has: critic's explained variance" in text
     assert "no records were given" in text
     assert "the service's status was not asked" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        (1, None),
+        (2, "went from 0.51 to 0.52 (the first and the last of 2 steps)."),
+        (5, "went from 0.515 to 0.545 (means of the first and the last 2 of 5 steps)."),
+        (9, "went from 0.525 to 0.575 (means of the first and the last 4 of 9 steps)."),
+        (10, "went from 0.53 to 0.58 (means of the first and the last 5 of 10 steps)."),
+    ],
+)
+def test_the_first_and_the_last_steps_are_not_the_same_ones(steps: int, sentence: str | None) -> None:
+    run = chain(release(0), *(release(n, metrics=step(n)) for n in range(1, steps + 1)))
+    text = page(run, check(run, DEFAULT), DEFAULT, [])
+    told = "Reward, over the rollouts trained from, "
+    assert (told not in text) if sentence is None else (told + sentence in text)
+
+
+def test_the_score_of_all_recorded_rollouts_stands_beside_the_reward_of_those_trained_from(tmp_path: Path) -> None:
+    """Of what the base answered one group differs, and two tie at 0; nothing is recorded of r1."""
+    scores = {"p": (1.0, 0.0), "q": (0.0, 0.0), "r": (0.0, 0.0), "s": (None,)}
+    rollouts = tuple(rollout(item, i, "a", score) for item, of in scores.items() for i, score in enumerate(of))
+    run = replace(chain(release(0), *(release(n, metrics=step(n)) for n in (1, 2))), rollouts=rollouts)
+    text = page(run, check(run, DEFAULT), DEFAULT, [])
+    steps = text[text.index("## Steps") :]
+    assert cells(steps, "release")[:3] == ["release", "reward, recorded", "reward, trained from"]
+    assert cells(steps, "r1")[1:3] == ["0.1667", "0.51 ± 0.25"]
+    assert cells(steps, "r2")[1:3] == ["", "0.52 ± 0.25"]
+    assert "all recorded answers of the release before, dropped ones included" in steps
+    unrecorded = page(replace(run, rollouts=None), check(run, DEFAULT), DEFAULT, [])
+    assert "recorded" not in unrecorded[unrecorded.index("## Steps") : unrecorded.index("## Length")]
+
+
+def test_the_figure_says_which_rollouts_its_reward_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plot = pytest.importorskip("reef_harness.monitor.plot")
+    monkeypatch.setattr(plot.plt, "close", lambda figure: None)
+    run = chain(release(0), *(release(n, metrics=step(n)) for n in (1, 2)))
+    answered = tuple(rollout("p", i, "a", score, "r1") for i, score in enumerate((0.0, 0.5)))
+    for rollouts, drawn in ((None, None), (answered, [(2, 0.25)])):
+        assert plot.reward(tmp_path / "reward.png", replace(run, rollouts=rollouts))
+        (axes,) = plot.plt.gcf().axes
+        lines = {line.get_label(): [tuple(at) for at in line.get_xydata()] for line in axes.lines}
+        assert axes.get_ylabel() == f"reward, mean over rollouts{'' if drawn else ' trained from'}"
+        assert lines["rollouts trained from"] == [(1, 0.51), (2, 0.52)]
+        assert lines.get("all recorded rollouts") == drawn
+    monkeypatch.undo()
+    plot.plt.close("all")
 
 
 def test_every_sets_accuracy_is_shown_first_and_what_is_left_out_is_said() -> None:

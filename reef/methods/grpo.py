@@ -130,13 +130,18 @@ class Grpo(Composed):
         return centred_advantages(rewards, tie_tolerance=tolerance)  # dr-grpo and reinforce++-baseline
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Over rollouts (stale ones included): scores and lengths; over groups: the share that compares anything."""
+        """Over rollouts (stale ones included): scores and lengths; over groups: the share that compares anything.
+
+        Of the batch's groups alone: those that `filter_tied` left out are counted where a release is committed
+        (`dropped/tied`, in reports; `num_rollouts` are the batch's).
+        """
         scores = {rollout_of(sample): sample.reward for sample in samples}
         groups = [[scores[rollout] for rollout in members] for members in _by_group(scores).values()]
         informative = [not tied(group, self.config.tie_tolerance) for group in groups]
         return {
             **super().metrics(samples),
             "num_groups": float(len(groups)),
+            "num_rollouts": float(len(scores)),
             "informative_group_rate": float(np.mean(informative)),
         }
 

@@ -196,7 +196,7 @@ def test_a_report_with_several_samples_counts_once_in_the_mean() -> None:
     np.testing.assert_allclose([f[-1] for f in found], [1, 1, 1, -1], atol=1e-5)
     metrics = Grpo(GrpoConfig()).metrics(samples)
     assert (metrics["reward_mean"], metrics["response_length_mean"], metrics["truncation_rate"]) == (0.5, 4, 0.5)
-    assert metrics["response_length_max"] == 6
+    assert (metrics["response_length_max"], metrics["num_rollouts"]) == (6, 2)
 
 
 def test_groups_of_one_are_counted_uninformative() -> None:
@@ -205,9 +205,24 @@ def test_groups_of_one_are_counted_uninformative() -> None:
     metrics = Grpo(GrpoConfig()).metrics(samples)
     assert metrics["informative_group_rate"] == 0.5
     assert metrics["num_groups"] == 2
+    assert metrics["num_rollouts"] == 3
     assert metrics["reward_mean"] == pytest.approx(2 / 3)
     assert metrics["response_length_mean"] == 2
     assert metrics["truncation_rate"] == pytest.approx(1 / 3)
+
+
+def test_the_groups_that_came_can_be_counted_from_the_batch_and_what_tied() -> None:
+    """As docs/metrics.md says: of three groups two differ, and the batch's own rate is 1."""
+    pending = candidates("a1 a0 b1 b1 c1 c0")
+    selection = select(pending)
+    kept = {pick.report_id for pick in selection.picks}
+    metrics = Grpo(GrpoConfig()).metrics(
+        [sample(c.report_id, c.group, c.score) for c in pending if c.report_id in kept]
+    )
+    tied = list(dropped(selection).values()).count("tied")
+    assert (metrics["informative_group_rate"], metrics["num_rollouts"], tied) == (1.0, 4.0, 2)
+    rate = metrics["informative_group_rate"] * metrics["num_rollouts"] / (metrics["num_rollouts"] + tied)
+    assert rate == pytest.approx(2 / 3)
 
 
 def four(rewards: list[float]) -> list[Sample]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -45,8 +45,17 @@ def name_of(name: str) -> str:
 
 
 def of_step(release: Release) -> dict[str, Reading]:
-    """The numbers in the release's metrics."""
-    return {name_of(name): Reading(float(value)) for name, value in release.metrics.items() if is_number(value)}
+    """The numbers in the release's metrics, but ``informative_group_rate`` is of all groups that came to the step.
+
+    The service's own is of the groups in the batch, and 1 where those that tied were dropped before; they are counted
+    in ``dropped/tied``, in reports.
+    """
+    found = {name_of(name): Reading(float(value)) for name, value in release.metrics.items() if is_number(value)}
+    rate, tied = found.get("informative_group_rate"), found.get("dropped/tied")
+    kept = found.get("num_rollouts") or found.get("num_samples")  # an older service tells sequences only
+    if rate and tied and kept and tied.value > 0 and kept.value > 0:
+        found["informative_group_rate"] = Reading(rate.value * kept.value / (kept.value + tied.value))
+    return found
 
 
 def held_out(release: Release) -> dict[str, Reading]:
@@ -156,6 +165,12 @@ def binned(pairs: Sequence[tuple[float, float]], bins: int = 12) -> list[tuple[f
     for x, y in pairs:
         found[min(bins - 1, int(bins * (x - low) / (high - low))) if high > low else 0].append((x, y))
     return [(fmean(x for x, _ in each), fmean(y for _, y in each), len(each)) for _, each in sorted(found.items())]
+
+
+def mean_score(rollouts: Iterable[Rollout]) -> float | None:
+    """Of those that have a score; None where none has."""
+    scores = [each.score for each in rollouts if each.score is not None]
+    return fmean(scores) if scores else None
 
 
 def by_release(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:

@@ -13,12 +13,14 @@ from reef_harness.monitor.figures import (
     answers,
     by_release,
     held_out,
+    mean_score,
     number,
     of_method,
     of_step,
 )
 from reef_harness.monitor.gates import Checked, Gates, best, strangers
 from reef_harness.monitor.series import (
+    INFORMATIVE,
     REWARD,
     STEP_FIGURES,
     Shown,
@@ -26,6 +28,7 @@ from reef_harness.monitor.series import (
     measured,
     numbered,
     phase_seconds,
+    recorded,
     series,
     steps,
 )
@@ -78,11 +81,12 @@ def _head(run: Run) -> str:
         lines.append("There are no releases.\n")
     paid, tested = [value for _, value in series(releases, REWARD.name)], measured(releases)
     told = []
-    if paid:
-        span = min(5, len(paid))
+    if len(paid) > 1:
+        span = min(5, len(paid) // 2)
+        ends = f"means of the first and the last {span}" if span > 1 else "the first and the last"
         told.append(
-            f"Reward went from {number(fmean(paid[:span]))} to {number(fmean(paid[-span:]))} "
-            f"(means of the first and the last {span} of {len(paid)} steps)."
+            f"Reward, over the rollouts trained from, went from {number(fmean(paid[:span]))} to "
+            f"{number(fmean(paid[-span:]))} ({ends} of {len(paid)} steps)."
         )
     if len(tested) > 1:
         told.append(f"Held-out accuracy went from {tested[0][2]} to {tested[-1][2]}.")
@@ -196,9 +200,23 @@ def _steps(run: Run, missing: list[str]) -> str:
     parts = components(run.releases)
     if not parts:
         missing.append("the reward by component: no report has `rewards`")
-    head = ("release", *(each.short for each in shown), *parts)
-    rows = [(release.id, *_step_cells(of_step(release), shown, parts)) for _, release in made]
-    return "## Steps\n\n" + _table(head, rows)
+    scores = dict(recorded(run))
+    beside = ("reward, recorded",) if scores else ()
+    head = ("release", *beside, *(each.short for each in shown), *parts)
+    rows = [
+        (
+            release.id,
+            *((number(scores[place]) if place in scores else "") for _ in beside),
+            *_step_cells(of_step(release), shown, parts),
+        )
+        for place, release in made
+    ]
+    text = "## Steps\n\nRewards, lengths and truncation are of the rollouts trained from.\n"
+    if INFORMATIVE in shown:
+        text += "Informative is the share of groups whose rewards differ, those that were dropped as tied counted in.\n"
+    if scores:
+        text += "Recorded is the mean score of all recorded answers of the release before, dropped ones included.\n"
+    return text + "\n" + _table(head, rows)
 
 
 def _step_cells(found: Mapping[str, Reading], shown: Sequence[Shown], parts: Sequence[str]) -> list[str]:
@@ -217,7 +235,8 @@ def _length(run: Run, missing: list[str]) -> str:
     pairs = [(lengths[place], paid) for place, paid in series(run.releases, REWARD.name) if place in lengths]
     lines = []
     if pairs:
-        lines.append(f"- by step, mean length in tokens and mean reward: {_correlation(correlation(pairs))}")
+        found = _correlation(correlation(pairs))
+        lines.append(f"- by step, mean length in tokens and mean reward of the rollouts trained from: {found}")
     if run.rollouts is not None:
         lines.append(f"- by rollout, characters and score: {_correlation(answers(run.rollouts).length_reward)}")
     else:
@@ -245,14 +264,14 @@ def _answers(run: Run, missing: list[str]) -> str:
     rows = []
     for name in order:
         found = answers(groups[name])
-        paid = [each.score for each in groups[name] if each.score is not None]
+        score = mean_score(groups[name])
         unique = "" if found.unique_rate is None else f"{found.unique_rate:.3f}"
         pearson = found.length_reward.pearson
         rows.append(
             (
                 name,
                 str(found.rollouts),
-                number(fmean(paid)) if paid else "",
+                "" if score is None else number(score),
                 unique,
                 "" if pearson is None else f"{pearson:+.2f}",
             )

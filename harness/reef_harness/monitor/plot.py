@@ -19,6 +19,7 @@ from reef_harness.monitor.series import (
     measured,
     numbered,
     phase_seconds,
+    recorded,
     series,
 )
 from reef_harness.monitor.source import Run
@@ -48,16 +49,21 @@ def _draw_reward(axes: Any, run: Run) -> None:
     spread = dict(series(run.releases, "reward_std"))
     paid = series(run.releases, REWARD.name)
     places, values = [place for place, _ in paid], [value for _, value in paid]
-    axes.plot(places, values, color="tab:blue", marker=".", linewidth=1.5, label="reward")
+    axes.plot(places, values, color="tab:blue", marker=".", linewidth=1.5, label="rollouts trained from")
     if all(place in spread for place in places):
         scores = [each.score for each in run.rollouts or () if each.score is not None]
         smallest, largest = min(scores, default=-math.inf), max(scores, default=math.inf)  # without records: not known
         low = [min(value, max(smallest, value - spread[place])) for place, value in paid]
         high = [max(value, min(largest, value + spread[place])) for place, value in paid]
         axes.fill_between(places, low, high, color="tab:blue", alpha=0.12, label="one standard deviation")
+    scored = recorded(run)
+    if scored:
+        axes.plot(
+            *zip(*scored, strict=True), color="tab:gray", marker=".", linewidth=1.2, label="all recorded rollouts"
+        )
     for name in components(run.releases)[:6]:
         axes.plot(*zip(*series(run.releases, f"reward/{name}"), strict=True), linewidth=1, label=name)
-    axes.set(ylabel="reward, mean over rollouts")
+    axes.set(ylabel="reward, mean over rollouts" + ("" if scored else " trained from"))
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from reef_harness.monitor.figures import Reading, held_out, of_method, of_step
+from reef_harness.monitor.figures import Reading, by_release, held_out, mean_score, of_method, of_step
+from reef_harness.monitor.source import Run
 from reef_harness.types import Release
 
 PHASES = ("wait", "reserve", "views", "critic", "forward_backward", "optimizer", "publish", "commit")
@@ -18,9 +19,10 @@ class Shown:
     short: str
 
 
-REWARD = Shown("reward_mean", "reward (mean over rollouts)", "reward")
+REWARD = Shown("reward_mean", "reward (mean over rollouts trained from)", "reward, trained from")
+INFORMATIVE = Shown("informative_group_rate", "groups whose rewards differ (share of all that came)", "informative")
 STEP_FIGURES = (
-    Shown("informative_group_rate", "groups whose rewards differ (share)", "informative"),
+    INFORMATIVE,
     Shown("entropy", "entropy (nats a token)", "entropy"),
     Shown("response_length_mean", "length (sampled tokens, mean)", "length"),
     Shown("truncation_rate", "truncated (share of rollouts)", "truncated"),
@@ -46,6 +48,13 @@ def series(releases: Sequence[Release], name: str) -> list[tuple[int, float]]:
     """(place, value) of a figure of the steps that have it."""
     found = [(place, of_method(of_step(release), name)) for place, release in steps(releases)]
     return [(place, reading.value) for place, reading in found if reading is not None]
+
+
+def recorded(run: Run) -> list[tuple[int, float]]:
+    """(place, mean score) of the steps: of all recorded answers of the release before, dropped ones included."""
+    groups = by_release(run.rollouts or ())
+    found = [(place, mean_score(groups.get(release.parent or "", ()))) for place, release in steps(run.releases)]
+    return [(place, score) for place, score in found if score is not None]
 
 
 def components(releases: Sequence[Release]) -> list[str]:
