@@ -9,6 +9,7 @@ import pytest
 from reef_harness.cli import main
 from reef_harness.evaluation.calibration import calibration, mean_logprob_chance
 from reef_harness.evaluation.intervals import wilson
+from reef_harness.evaluation.scorer import Pairs, text_of
 
 
 def test_brier_and_its_parts_are_those_worked_out_by_hand() -> None:
@@ -99,6 +100,57 @@ def test_the_diagram_shows_the_span_of_the_scores(tmp_path: Path, monkeypatch: p
     plot.reliability_diagram(tmp_path / "a.png", calibration([0.9, 0.95, 1.0], [True] * 3, 3, equal_counts=True), "x")
     assert drawn[0].axes[1].get_xlim() == pytest.approx((0.898, 1.002))  # two hundredths of the span on either side
     plot.plt.close(drawn[0])
+
+
+def test_bins_of_unequal_width_are_drawn_as_a_density(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two scores on 0 to 0.8 and two on 0.8 to 1: 2.5 and 10 answers per unit of score. Of equal width, counts."""
+    plot = pytest.importorskip("reef_harness.evaluation.plot")
+    drawn = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
+    scores = [0.0, 0.4, 0.8, 1.0]
+    plot.reliability_diagram(tmp_path / "a.png", calibration(scores, [True] * 4, 2, equal_counts=True), "x")
+    plot.reliability_diagram(tmp_path / "b.png", calibration(scores, [True] * 4, 2), "x")
+    unequal, equal = (figure.axes[1] for figure in drawn)
+    assert [bar.get_height() for bar in unequal.patches] == pytest.approx([2.5, 10])
+    assert (unequal.get_ylabel(), unequal.get_yscale()) == ("answers / width", "log")
+    assert [bar.get_height() for bar in equal.patches] == [2, 2]
+    assert (equal.get_ylabel(), equal.get_yscale()) == ("answers", "linear")
+    for figure in drawn:
+        plot.plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("scores", "ends"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], ["0.100 to 0.300", "0.300 to 0.400"]),
+        ([0.9, 0.99991, 0.99992, 0.99994], ["0.90000 to 0.99992", "0.99992 to 0.99994"]),
+        ([0.9, 0.9999999, 0.99999995, 1.0], ["0.900000 to 1.000000", "1.000000 to 1.000000"]),  # six at most
+    ],
+)
+def test_the_ends_of_bins_have_as_many_digits_as_tell_them_apart(scores: list[float], ends: list[str]) -> None:
+    found = calibration(scores, [True] * 4, 2, equal_counts=True)
+    text = text_of(found, Pairs(tuple(scores), (True,) * 4, tuple("abcd")), "x")
+    assert [line.split("|")[1].strip() for line in text.splitlines() if " to " in line] == ends
+
+
+def test_nearly_all_answers_in_one_bin_are_said_where_bins_of_equal_counts_would_part_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(scores: list[float], *more: str) -> str:
+        rows = [json.dumps({"score": score, "correct": True}) + "\n" for score in scores]
+        (tmp_path / "pairs.jsonl").write_text("".join(rows))
+        assert main(["calibrate", str(tmp_path / "pairs.jsonl"), *more]) == 0
+        return capsys.readouterr().out
+
+    close = [0.95 + n / 1000 for n in range(18)]
+    assert "- 18 of 20 answers are in one bin: --equal-counts shows more.\n" in said([0.1, 0.2, *close])
+    for text in (
+        said([0.1, 0.2, 0.3, *close]),  # 18 of 21 are fewer than nine tenths
+        said([0.1, 0.2, *close], "--equal-counts"),
+        said([0.1, 0.2, *close], "--bins", "1"),
+        said([0.1, *[0.95] * 18]),  # equal scores are never parted
+    ):
+        assert "one bin" not in text
 
 
 def test_the_command_takes_rows_of_one_item_together(tmp_path: Path) -> None:

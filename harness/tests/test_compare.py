@@ -91,6 +91,23 @@ def test_both_curves_are_in_one_figure(run: Evaluate, tmp_path: Path) -> None:
     assert (tmp_path / "c" / "pass-at-k-in-domain.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_figure_and_the_table_speak_of_first_and_second_and_name_the_grader(
+    run: Evaluate, service: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = pytest.importorskip("reef_harness.evaluation.plot")
+    before = run("before", lambda n, sample: sample == 0, "--samples", "2")
+    service.release_names.append("r1")
+    after = run("after", lambda n, sample: True, "--samples", "2")
+    drawn = []
+    monkeypatch.setattr(plot, "pass_at_k_curves", lambda path, curves, title: drawn.append((list(curves), title)))
+    capsys.readouterr()
+    assert main(["compare", str(before), str(after)]) == 0
+    labels = ["release r0 (first)", "release r1 (second)"]
+    assert drawn == [(labels, "pass@k of in-domain, first and second\ngraded by final@1")]
+    said = capsys.readouterr().out
+    assert f"# {' and '.join(labels)}" in said and "Mean scores of the same items, graded by final@1;" in said
+
+
 def test_the_same_seed_gives_the_same_interval(run: Evaluate, tmp_path: Path) -> None:
     before, after = run("before", lambda n, sample: n % 3 == 0), run("after", lambda n, sample: n % 2 == 0)
     for out, seed in (("a", "5"), ("b", "5"), ("c", "6")):

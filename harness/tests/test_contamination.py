@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from reef_harness.cli import main
-from reef_harness.evaluation.contamination import COMMON, PAIRS, normal, overlaps
+from reef_harness.evaluation.contamination import COMMON, PAIRS, SHOWN, Overlap, normal, overlaps, text_of
 
 LONG = " ".join(f"word{i}" for i in range(20))  # 8 n-grams of 13 words
 
@@ -66,9 +66,31 @@ def test_the_command_fails_where_a_held_out_prompt_is_trained_on(
     assert main(["contamination", rows(tmp_path / "clean.jsonl", "Something else"), held_out]) == 0
     assert "of 2 held-out prompts 0 are in" in capsys.readouterr().out
     assert main(["contamination", rows(tmp_path / "near.jsonl", f"{LONG} more"), held_out]) == 0
-    assert "1.00\th1\tnear0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| shared | held out | trained on |" in said and "| 1.00   | h1       | near0      |" in said
     assert main(["contamination", rows(tmp_path / "same.jsonl", "x", "what is 2 + 2"), held_out]) == 1
-    assert "exact\th0\tsame1" in capsys.readouterr().out
+    assert "| exact  | h0       | same1      |" in capsys.readouterr().out
+
+
+def test_twenty_pairs_are_printed_and_a_file_has_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """30 held-out prompts and as many that equal them; 12 more equal the first, of which 10 are kept."""
+    prompts = [f"What is {n} and {n}?" for n in range(30)]
+    held_out = rows(tmp_path / "h.jsonl", *prompts)
+    train, out = rows(tmp_path / "t.jsonl", *prompts, *[prompts[0]] * 12), tmp_path / "pairs.jsonl"
+    assert main(["contamination", train, held_out]) == 1
+    said = capsys.readouterr().out
+    assert said.count("| exact  |") == SHOWN == 20
+    assert "\nand 19 more: --out FILE has all\n" in said
+    assert "\n3 other pairs not listed: for a held-out prompt the closest 10 of each kind are.\n" in said
+    assert main(["contamination", train, held_out, "--out", str(out)]) == 1
+    assert f"\nand 19 more in {out}\n" in capsys.readouterr().out
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (len(kept), sum(len(each["exact"]) for each in kept), kept[0]["num_exact"]) == (30, 39, 13)
+
+
+def test_a_long_name_ends_in_an_ellipsis() -> None:
+    name = "a name that goes on and on " * 9
+    assert f"| {name[:59]}… |" in text_of([Overlap(name, ("t",), 1, (), 0)])
 
 
 def test_half_a_file_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

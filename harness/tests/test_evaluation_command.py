@@ -13,6 +13,10 @@ import pytest
 from reef_harness.cli import main
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.bank import holding
+from reef_harness.evaluation.records import Graded, Response
+from reef_harness.evaluation.summary import by_temperature, summarize
+from reef_harness.evaluation.table import notes
+from reef_harness.types import Item
 
 Json = dict[str, Any]
 
@@ -208,6 +212,69 @@ def test_items_without_gold_are_errors_of_the_grader_and_bad_rows_are_left_out(
     items.write_text('{"id": "a", "prompt": "1"}\n')
     assert evaluate(service, tmp_path / "none", items) == 1
     assert "none of the answers to in-domain could be judged; the first: error: no_gold" in capsys.readouterr().err
+
+
+def test_the_notes_say_why_and_to_which_items_answers_were_not_judged(
+    service: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of seven items four have no gold and one has a bad one; two rows are refused; the first request fails."""
+    service.answer = Answers(lambda n, number: n)
+    long = "an id that is longer than any table would be wide"
+    golds = {"a": "1", "b": None, "c": None, long: None, "d": None, "e": "five"}
+    rows = [{"id": id, "prompt": "1"} | ({"gold": gold} if gold else {}) for id, gold in golds.items()]
+    items = tmp_path / "a.jsonl"
+    rows.insert(0, {"id": "a2", "prompt": "1", "gold": "1"})
+    items.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {}, 1]))
+    service.faults.extend(["ok", 400])  # the first is the request for the scenarios
+    assert evaluate(service, tmp_path / "run", items, "--concurrency", "1") == 0
+    start = "- in-domain, sampled at 1: "
+    said = capsys.readouterr().out
+    assert f"{start}of 7 answers 1 failed, 5 could not be judged; none of these" in said
+    assert f"{start}no_gold: 4 answers could not be judged: b, c, {long[:39]}…, …\n" in said
+    assert f"{start}bad_gold: 1 answer could not be judged: e\n" in said
+    assert f"{start}BadRequest: 1 answer failed: a2\n" in said
+    assert f"- in-domain: 2 rows of {items.resolve()} were left out.\n" in said
+    assert said.strip() == (tmp_path / "run" / "table.md").read_text().strip()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    [series] = summary["sets"]["in-domain"]["series"]
+    assert [(each["outcome"], each["reason"], each["answers"], each["items"]) for each in series["not_judged"]] == [
+        ("error", "no_gold", 4, ["b", "c", long, "d"]),
+        ("error", "bad_gold", 1, ["e"]),
+        ("failed", "BadRequest", 1, ["a2"]),
+    ]
+    assert all(f"- {note}\n" in said for note in summary["notes"])
+
+
+def test_several_answers_to_one_item_that_wait_for_review_name_it_once() -> None:
+    item = Item.from_text("i", "?", "1")
+    responses = [Response("i", n, n, 1.0, "r0", f"c{n}", "x", "stop", 5, 9) for n in range(2)]
+    verdicts = [Graded("i", n, 1.0, "review", None, "unsure", True, "g", "1") for n in range(2)]
+    [candidates] = by_temperature([item], responses, verdicts).values()
+    said = notes({"in-domain": [summarize(candidates, 1.0, 3)]})
+    assert "in-domain, sampled at 1: of 3 answers 1 failed, 2 wait for review; none" in said[0]
+    assert said[1:3] == [
+        "in-domain, sampled at 1: not sampled: 1 answer failed: i",
+        "in-domain, sampled at 1: unsure: 2 answers wait for review: i",
+    ]
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_more_than_a_twentieth_of_the_answers_cut_is_said_with_the_option(cut: int) -> None:
+    """Of 20 answers 1 is not more than 5%, 2 are; of those the grader liked one."""
+    items = [Item.from_text(f"i{n}", "?", "1") for n in range(20)]
+    ends = ["length" if n < cut else "stop" for n in range(20)]
+    responses = [Response(f"i{n}", 0, n, 1.0, "r0", "c", "x", end, 5, 64) for n, end in enumerate(ends)]
+    verdicts = [
+        Graded(f"i{n}", 0, 1.0, "correct" if n else "incorrect", float(n > 0), "x", True, "g", "1") for n in range(20)
+    ]
+    [candidates] = by_temperature(items, responses, verdicts).values()
+    series = summarize(candidates, 1.0, 1)
+    assert (series.json()["cut"], series.json()["cut_wrong"]) == (cut, 1)
+    note = (
+        "in-domain, sampled at 1: of 20 answers 2 were cut at the token limit, 1 graded as wrong; a higher "
+        "--max-tokens (with another --out) leaves fewer."
+    )
+    assert (note in notes({"in-domain": [series]})) == (cut == 2)
 
 
 def test_a_service_that_goes_away_leaves_what_was_sampled_and_one_line(

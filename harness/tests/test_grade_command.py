@@ -11,6 +11,7 @@ from reef_harness import FinalGrader, Verdict
 from reef_harness.cli import main
 from reef_harness.graders import BoxedGrader, ChoiceGrader, Grader, NumberGrader, grader_of
 from reef_harness.graders.judge import JudgeGrader
+from reef_harness.graders.named import _MAKERS
 
 
 class Polite(Grader):
@@ -155,7 +156,27 @@ def test_an_unknown_grader_is_one_message(capsys: pytest.CaptureFixture[str], mo
 
 def test_every_grader_that_is_listed_is_there_and_every_one_there_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["graders"]) == 0
-    listed = [re.split(r"[\[:]", line.split()[0])[0] for line in capsys.readouterr().out.splitlines()]
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["grader", "versions", "reads"]
+    listed = [re.split(r"[\[:]", line.split()[0])[0] for line in lines]
     assert listed.pop() == "module"
     with pytest.raises(ValueError, match=f"known are {', '.join(listed)}, or your own"):
         grader_of("nobody")
+
+
+def test_every_grader_is_listed_with_its_versions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_sandbox(options: dict[str, str]) -> Grader:
+        raise ValueError("this machine cannot make a sandbox")
+
+    monkeypatch.setattr("reef_harness.graders.named._MAKERS", {**_MAKERS, "math-verify": no_sandbox})
+    assert main(["graders"]) == 0
+    listed = [re.split(r"  +", line)[:2] for line in capsys.readouterr().out.splitlines()]
+    versions = {re.split(r"[\[:]", spelling)[0]: version for spelling, version in listed}
+    assert versions["final"] == "1, 1-text, 3-latex"
+    assert versions["number"] == ", ".join(
+        grader_of(f"number:where={where}").version for where in ("final", "boxed", "last")
+    )
+    assert versions["boxed"] == BoxedGrader.version
+    assert (versions["judge"], versions["math-verify"], versions["module"]) == ("1-HASH", "-", "-")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from reef_harness.evaluation.bank import Bank
 from reef_harness.evaluation.grade import grade
 from reef_harness.evaluation.measure import judge, summarize_bank
 from reef_harness.evaluation.records import Graded, Response
-from reef_harness.evaluation.regrade import disagreement, text_of
+from reef_harness.evaluation.regrade import Change, Disagreement, disagreement, text_of
 from reef_harness.evaluation.sample import Settings
 from reef_harness.evaluation.summary import by_temperature, summarize
 from reef_harness.evaluation.table import table
@@ -92,8 +93,33 @@ def test_changed_verdicts_are_listed_and_the_selected_answers_compared(bank: Pat
     assert (majority.kind, majority.items, majority.examples) == ("majority", 3, ("i10", "i20"))
     assert majority.right == {"old": {"old": 1, "new": 2}, "new": {"old": 1, "new": 3}}
     text = text_of(found)
-    assert "Of 12 answers 4 are judged differently" in text
+    assert "Of 12 answers 4 are judged differently in outcome.\n" in text  # reasons of two graders are not compared
     assert "| in-domain | majority   | 3     | 2            | 1, 2" in text
+
+
+def test_one_answer_is_judged_and_a_long_id_ends_in_an_ellipsis() -> None:
+    long = Response("Start at 4. Subtract 7. Add 1. Add 7. Subtract 7.", 0, 0, 1.0, text="-2")
+    change = Change("in-domain", long, ("incorrect", "no_final"), ("correct", "equal"))
+    found = Disagreement("final@1", "number@3-last", 5400, (change,), ())
+    text = text_of(found)
+    assert "\nOf 5400 answers 1 is judged differently in outcome.\n" in text
+    assert "| Start at 4. Subtract 7. Add 1. Add 7. S… | 0 " in text
+    same = text_of(replace(found, new="final@2"))
+    assert "\nOf 5400 answers 1 is judged differently, in outcome or reason; 1 in outcome.\n" in same
+
+
+def test_the_figures_of_a_regrade_name_its_grader(bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plot = pytest.importorskip("reef_harness.evaluation.plot")
+    titles: list[str] = []
+    for name in ("pass_at_k_curves", "accuracy_by_slice", "length_histogram"):
+        monkeypatch.setattr(plot, name, lambda path, *of: titles.append(of[-1]))
+    assert main(["regrade", str(bank), "--grader", "number:where=last"]) == 0
+    grader = Bank.open(bank).graders()[1]
+    assert [title.split("\n") for title in titles] == [
+        ["pass@k of release r0", f"graded by {grader}"],
+        ["Accuracy of release r0", f"graded by {grader}"],
+        ["Answers to in-domain, sampled at 1: release r0", f"graded by {grader}"],
+    ]
 
 
 def test_an_answer_that_was_cut_neither_votes_nor_is_picked(bank: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from reef_harness.errors import HarnessError
 from reef_harness.evaluation import compare, measure, regrade, scorer
 from reef_harness.evaluation.bank import Asked, Bank, ItemsFile, check_set_name, holding, items_file, write_json
 from reef_harness.evaluation.calibration import BINS, calibration
-from reef_harness.evaluation.contamination import overlaps
+from reef_harness.evaluation.contamination import overlaps, text_of
 from reef_harness.evaluation.items import read_prompts
 from reef_harness.evaluation.sample import Settings
 from reef_harness.graders.named import grader_of
@@ -221,8 +222,8 @@ def _regrade_held(arguments: argparse.Namespace) -> int:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, metavar="DIR_A", help="of an evaluation: before")
-    parser.add_argument("second", type=Path, metavar="DIR_B", help="of another on the same items: after")
+    parser.add_argument("first", type=Path, metavar="DIR_A", help="of an evaluation: the first")
+    parser.add_argument("second", type=Path, metavar="DIR_B", help="of another on the same items: the second")
     parser.add_argument("--grader", help="whose verdicts (default: the first grader that judged every answer of both)")
     parser.add_argument("--intersection", action="store_true", help="where items differ, compare those that do not")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
@@ -236,8 +237,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     found, remarks = compare.compare(
         first, second, arguments.grader, intersection=arguments.intersection, seed=arguments.seed
     )
+    grader = compare.grader_of_both(first, second, arguments.grader)
     names = (_name(first), _name(second))
-    text = compare.text_of(found, remarks, names)
+    text = compare.text_of(found, remarks, names, grader)
     out = arguments.out or arguments.second / "compare"
     out.mkdir(parents=True, exist_ok=True)
     write_json(
@@ -246,7 +248,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             "first": str(first.path.resolve()),
             "second": str(second.path.resolve()),
             "releases": [first.answered_by, second.answered_by],
-            "grader": compare.grader_of_both(first, second, arguments.grader),
+            "grader": grader,
             "sets": [each.json() for each in found],
             "remarks": remarks,
         },
@@ -255,7 +257,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     print(text)
     _say(f"wrote {out / 'compare.md'} and compare.json")
     if arguments.figures:
-        _draw_compared(out, found, names)
+        _draw_compared(out, found, names, grader)
     return 0
 
 
@@ -264,19 +266,18 @@ def _name(bank: Bank) -> str:
     return f"release {releases[0]}" if len(releases) == 1 else f"{bank.path.name}, {len(releases)} releases mixed"
 
 
-def _draw_compared(out: Path, found: list[compare.Comparison], names: tuple[str, str]) -> None:
+def _draw_compared(out: Path, found: list[compare.Comparison], names: tuple[str, str], grader: str) -> None:
     try:
         from reef_harness.evaluation import plot
     except ImportError:
         _say("no figures: they need matplotlib (pip install 'reef-harness[plot]')")
         return
-    labels = [f"{name} ({side})" for name, side in zip(names, ("before", "after"), strict=True)]
+    labels = [f"{name} ({side})" for name, side in zip(names, ("first", "second"), strict=True)]
     for each in found:
         if max(each.samples) > 1 and each.curves[0] and each.curves[1]:
             path = out / f"pass-at-k-{each.name}.png"
-            plot.pass_at_k_curves(
-                path, dict(zip(labels, each.curves, strict=True)), f"pass@k before and after: {each.name}"
-            )
+            title = f"pass@k of {each.name}, first and second\ngraded by {grader}"
+            plot.pass_at_k_curves(path, dict(zip(labels, each.curves, strict=True)), title)
             _say(f"wrote {path}")
 
 
@@ -331,7 +332,7 @@ def _calibrate_one(out: Path, stem: str, title: str, pairs: scorer.Pairs, argume
         pairs.scores, pairs.right, arguments.bins, equal_counts=arguments.equal_counts, items=pairs.items
     )
     write_json(out / f"{stem}.json", {"title": title, "left_out": pairs.left_out, **asdict(found)})
-    text = scorer.text_of(found, pairs, title)
+    text = scorer.text_of(found, pairs, title, equal_counts=arguments.equal_counts or arguments.bins == 1)
     (out / f"{stem}.md").write_text(text, encoding="utf-8")
     print(text)
     _say(f"wrote {out / stem}.json and .md")
@@ -356,6 +357,7 @@ def _add_contamination(parser: argparse.ArgumentParser) -> None:
         default=0.5,
         help="share of a held-out prompt's n-grams, 0 to 1 (default: %(default)s)",
     )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="gets the pairs, a JSON line a held-out prompt")
     parser.set_defaults(run=_contamination)
 
 
@@ -364,14 +366,10 @@ def _contamination(arguments: argparse.Namespace) -> int:
     if not held_out:
         raise HarnessError(f"{arguments.held_out} has no prompts")
     found = overlaps(read_prompts(arguments.train), held_out, at_least=arguments.at_least)
-    for each in found:
-        for name in each.exact:
-            print(f"exact\t{each.held_out}\t{name}")
-        for share, name in each.near:
-            print(f"{share:.2f}\t{each.held_out}\t{name}")
-        more = each.num_exact + each.num_near - len(each.exact) - len(each.near)
-        if more:
-            print(f"…\t{each.held_out}\tand {more} more")
+    if arguments.out:
+        arguments.out.write_text("".join(json.dumps(asdict(each)) + "\n" for each in found), encoding="utf-8")
+    if text := text_of(found, arguments.out):
+        print(text)
     exact = sum(each.num_exact > 0 for each in found)
     print(
         f"of {len(held_out)} held-out prompts {exact} are in {arguments.train}, and {len(found) - exact} more share at "

@@ -110,7 +110,7 @@ def grader_of_both(first: Bank, second: Bank, named: str | None) -> str:
     return by
 
 
-def text_of(found: Sequence[Comparison], remarks: Sequence[str], names: tuple[str, str]) -> str:
+def text_of(found: Sequence[Comparison], remarks: Sequence[str], names: tuple[str, str], grader: str) -> str:
     """The tables with what a reader must know. ``names`` are of the two sides."""
     head = ("set", "answers", "items", "first", "second", "second - first", "right only in", "McNemar p")
     rows = [
@@ -137,7 +137,8 @@ def text_of(found: Sequence[Comparison], remarks: Sequence[str], names: tuple[st
     remarks += [NO_INTERVAL] if any(figure.low == figure.high for figure in figures) else []
     parts = [
         f"# {names[0]} (first) and {names[1]} (second)\n",
-        "Mean scores of the same items; in brackets 95% intervals over items, of the difference item by item.\n",
+        f"Mean scores of the same items, graded by {grader}; in brackets 95% intervals over items, of the difference "
+        "item by item.\n",
         table(head, rows),
         table(("set", "answers", "slice", "items", "second - first"), slices) if slices else "",
         "".join(f"- {remark}\n" for remark in remarks),

@@ -7,11 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
+from pathlib import Path
+
+from reef_harness.evaluation.table import counted, short, table
 
 WORDS = 13  # of an n-gram
 CHARACTERS = 24  # of an n-gram of a prompt of fewer words
 COMMON = 64  # held-out prompts: an n-gram that more of them have is boilerplate, and names no pair
 PAIRS = 10  # that are kept of each kind for a held-out prompt; the others are counted
+SHOWN = 20  # pairs in the text; a file may have all
 
 Named = tuple[str, str]  # a prompt's name, its text
 
@@ -29,6 +33,27 @@ class Overlap:
     num_exact: int
     near: tuple[tuple[float, str], ...]
     num_near: int
+
+
+def text_of(found: Sequence[Overlap], file: Path | None = None) -> str:
+    """The first pairs in a table; ``file`` has them all. Empty where there are none."""
+    pairs = [(share, each.held_out, name) for each in found for share, name in _pairs(each)]
+    if not pairs:
+        return ""
+    rows = [(share, short(held_out, 60), short(name, 60)) for share, held_out, name in pairs[:SHOWN]]
+    more, unkept = len(pairs) - len(rows), sum(each.num_exact + each.num_near for each in found) - len(pairs)
+    lines = [table(("shared", "held out", "trained on"), rows)]
+    if more:
+        lines.append(f"and {more} more in {file}\n" if file else f"and {more} more: --out FILE has all\n")
+    if unkept:
+        lines.append(
+            f"{counted(unkept, 'other pair')} not listed: for a held-out prompt the closest {PAIRS} of each kind are.\n"
+        )
+    return "\n".join(lines)
+
+
+def _pairs(of: Overlap) -> list[Named]:
+    return [("exact", name) for name in of.exact] + [(f"{share:.2f}", name) for share, name in of.near]
 
 
 @dataclass(slots=True)

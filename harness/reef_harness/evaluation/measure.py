@@ -13,7 +13,7 @@ from reef_harness.evaluation.intervals import Figure
 from reef_harness.evaluation.records import RecordFile, Response, read_responses, write_graded
 from reef_harness.evaluation.sample import Ask, asks, sample
 from reef_harness.evaluation.summary import Series, by_temperature, summarize
-from reef_harness.evaluation.table import answers_table, notes, sets_table, slices_table
+from reef_harness.evaluation.table import answers_table, counted, notes, sets_table, slices_table
 from reef_harness.graders import Grader
 from reef_harness.progress import AnswerBar
 from reef_harness.types import Json
@@ -102,7 +102,7 @@ def write_results(bank: Bank, grader: str, found: Found) -> Path:
 def text_of(bank: Bank, grader: str, found: Found) -> str:
     """The tables with what a reader must know."""
     settings = bank.asked.settings
-    remarks = [*_about_releases(bank, found), *notes(found)]
+    remarks = _remarks(bank, found)
     parts = [
         f"# Evaluation of {_of_releases(found)}\n",
         f"Graded by {grader}; at most {settings.max_tokens} tokens an answer, seed {settings.seed}. "
@@ -173,6 +173,7 @@ def draw(bank: Bank, grader: str, found: Found, say: Callable[[str], None]) -> l
         say("no figures: they need matplotlib (pip install 'reef-harness[plot]')")
         return []
     stem, release, drawn = bank.stem(grader), _of_releases(found), list[Path]()
+    by = f"\ngraded by {grader}"  # a line of its own: the title may be long
 
     def path(name: str) -> Path:
         drawn.append(bank.path / f"{stem}{name}.png")
@@ -180,16 +181,17 @@ def draw(bank: Bank, grader: str, found: Found, say: Callable[[str], None]) -> l
 
     curves = {f"{name}, {s.name}": s.pass_at_k for name, all_s in found.items() for s in all_s if len(s.pass_at_k) > 1}
     if curves:
-        plot.pass_at_k_curves(path("pass-at-k"), curves, f"pass@k of {release}")
+        plot.pass_at_k_curves(path("pass-at-k"), curves, f"pass@k of {release}{by}")
     if rows := _rows(found):
-        plot.accuracy_by_slice(path("accuracy"), rows, f"Accuracy of {release}")
+        plot.accuracy_by_slice(path("accuracy"), rows, f"Accuracy of {release}{by}")
     for name, all_series in found.items():
         series = all_series[0]  # the sampled one, where there is one
         answers = [response for response in _answers(bank, name) if response.temperature == series.temperature]
         cut = [r.completion_tokens or 0 for r in answers if r.finish_reason == "length"]
         whole = [r.completion_tokens or 0 for r in answers if r.finish_reason != "length"]
         if answers:
-            plot.length_histogram(path(f"length-{name}"), whole, cut, f"Answers to {name}, {series.name}: {release}")
+            title = f"Answers to {name}, {series.name}: {release}{by}"
+            plot.length_histogram(path(f"length-{name}"), whole, cut, title)
     return drawn
 
 
@@ -219,7 +221,7 @@ def _summary(bank: Bank, grader: str, found: Found) -> Json:
             }
             for name, all_series in found.items()
         },
-        "notes": [*_about_releases(bank, found), *notes(found)],
+        "notes": _remarks(bank, found),
     }
 
 
@@ -239,6 +241,19 @@ def _figures(series: Series, start: str) -> dict[str, Json]:
         found[f"{start}format_valid"] = dict(valid.json())
         found[f"{start}invalid_rate"] = {"value": 1 - valid.value, "low": 1 - valid.high, "high": 1 - valid.low}
     return found
+
+
+def _remarks(bank: Bank, found: Found) -> list[str]:
+    """What a reader must know to read the numbers."""
+    return [*_about_releases(bank, found), *_about_files(bank), *notes(found)]
+
+
+def _about_files(bank: Bank) -> list[str]:
+    return [
+        f"{name}: {counted(file.refused, 'row')} of {file.path} {'was' if file.refused == 1 else 'were'} left out."
+        for name, file in bank.asked.sets.items()
+        if file.refused
+    ]
 
 
 def _about_releases(bank: Bank, found: Found) -> list[str]:

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from reef_harness.evaluation.calibration import Calibration
 from reef_harness.evaluation.intervals import Figure
+from reef_harness.evaluation.table import short
 
 
 def learning_curve(
@@ -79,7 +80,7 @@ def accuracy_by_slice(path: Path, rows: Sequence[tuple[str, Figure, bool]], titl
         axes.errorbar([each.value], [place], xerr=ends, fmt="o", color=colour, markersize=size, capsize=3)
         if whole and place:
             axes.axhline(place - 0.5, color="grey", linewidth=0.6)
-    labels = [f"{_short(label)}  (n = {each.items})" for label, each, _ in rows]
+    labels = [f"{short(label)}  (n = {each.items})" for label, each, _ in rows]
     for text, (*_, whole) in zip(axes.set_yticks(range(len(rows)), labels), rows, strict=True):
         text.label1.set_fontweight("bold" if whole else "normal")
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -115,15 +116,15 @@ def reliability_diagram(path: Path, found: Calibration, title: str) -> None:
     axes.set_xlim(lowest - margin, highest + margin)  # scores may all be near 1
     _legend(axes)
     axes.grid(alpha=0.3)
-    below.bar(
-        [(each.low + each.high) / 2 for each in found.bins],
-        [each.count for each in found.bins],
-        width=[each.high - each.low for each in found.bins],
-        color=_COLOURS[0],
-        edgecolor="white",
-        alpha=0.6,
-    )
+    widths = [each.high - each.low for each in found.bins]
+    alike = max(widths) <= 1.001 * min(widths)
+    heights = [each.count / (1 if alike else max(width, 1e-9)) for each, width in zip(found.bins, widths, strict=True)]
+    middles = [(each.low + each.high) / 2 for each in found.bins]
+    edge = "white" if alike and widths[0] else _COLOURS[0]  # a narrow bar has nothing but edges
+    below.bar(middles, heights, width=widths, color=_COLOURS[0], edgecolor=edge, alpha=0.6)
     below.set(xlabel="score", ylabel="answers")
+    if not alike:  # a density, which may differ by powers of ten
+        below.set(ylabel="answers / width", yscale="log")
     below.grid(alpha=0.3)
     _save(figure, path)
 
@@ -162,10 +163,6 @@ def _axes() -> tuple[MplFigure, Axes]:
 
 def _legend(axes: Axes) -> None:
     axes.legend(loc="best", fontsize=9)
-
-
-def _short(label: str, longest: int = 40) -> str:
-    return label if len(label) <= longest else f"{label[: longest - 1]}…"
 
 
 def _save(figure: MplFigure, path: Path) -> None:

@@ -8,7 +8,7 @@ from reef_harness.evaluation.bank import Bank
 from reef_harness.evaluation.records import Graded, Response
 from reef_harness.evaluation.selection import best_of, majority
 from reef_harness.evaluation.summary import Candidates, by_temperature
-from reef_harness.evaluation.table import table
+from reef_harness.evaluation.table import counted, short, table
 from reef_harness.types import Json
 
 SHOWN = 20  # changed verdicts in the text; the JSON file has all
@@ -106,11 +106,13 @@ def disagreement(bank: Bank, old: str, new: str) -> Disagreement:
 
 def text_of(found: Disagreement) -> str:
     """Tables for people."""
-    kinds = Counter((change.old[0], change.new[0]) for change in found.changes)
+    same = _id(found.old) == _id(found.new)
+    number, kinds = len(found.changes), Counter((change.old[0], change.new[0]) for change in found.changes)
+    in_outcome = sum(count for (old, new), count in kinds.items() if old != new)
     parts = [
         f"# {found.old} (old) and {found.new} (new) on the same answers\n",
-        f"Of {found.answers} answers {len(found.changes)} are judged differently, in outcome or reason; "
-        f"{sum(count for (old, new), count in kinds.items() if old != new)} in outcome.\n",
+        f"Of {counted(found.answers, 'answer')} {number} {'is' if number == 1 else 'are'} judged differently"
+        + (f", in outcome or reason; {in_outcome} in outcome.\n" if same else " in outcome.\n"),
     ]
     if kinds:
         rows = [(old, new, str(count)) for (old, new), count in kinds.most_common()]
@@ -125,12 +127,17 @@ def text_of(found: Disagreement) -> str:
     return "\n".join(parts)
 
 
+def _id(grader: str) -> str:
+    """Of id@version the id. Reasons are compared between versions of one grader only."""
+    return grader.rpartition("@")[0]
+
+
 def _row(change: Change) -> tuple[str, ...]:
     response = change.response
     number = "greedy" if response.temperature == 0 else str(response.sample)
     text = " ".join((response.text or "").split())
     end = text if len(text) <= 60 else f"…{text[-59:]}"
-    return (change.name, response.item[:40], number, ": ".join(change.old), ": ".join(change.new), end)
+    return (change.name, short(response.item), number, ": ".join(change.old), ": ".join(change.new), end)
 
 
 def _picks_row(picks: Picks) -> tuple[str, ...]:

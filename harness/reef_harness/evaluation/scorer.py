@@ -1,15 +1,17 @@
 """Pairs of a score and whether the answer was right: from a file, or from a bank."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.bank import Bank
 from reef_harness.evaluation.calibration import Calibration, mean_logprob_chance
-from reef_harness.evaluation.table import table
+from reef_harness.evaluation.table import counted, table
 
 LOGPROB = "logprob"
+NEARLY_ALL = 0.9  # of the answers: in one bin they hide what they differ in
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +81,22 @@ def pairs_of(bank: Bank, name: str, temperature: float, scorer: str, truth: str)
     )
 
 
-def text_of(found: Calibration, pairs: Pairs, title: str) -> str:
+def text_of(found: Calibration, pairs: Pairs, title: str, *, equal_counts: bool = False) -> str:
     """The numbers, the table behind the diagram, and what a reader must know."""
+    digits = _digits({edge for each in found.bins for edge in (each.low, each.high)})
     rows = [
         (
-            f"{each.low:.3f} to {each.high:.3f}",
+            f"{each.low:.{digits}f} to {each.high:.{digits}f}",
             str(each.count),
             str(each.items),
-            f"{each.mean_score:.3f}",
+            f"{each.mean_score:.{digits}f}",
             f"{each.share_right:.3f} [{each.share_low:.3f}, {each.share_high:.3f}]",
         )
         for each in found.bins
     ]
+    remarks = [f"{counted(pairs.left_out, 'answer')} without a score or a verdict: left out."] if pairs.left_out else []
+    if not equal_counts and (inside := _in_one_bin(found, pairs)):
+        remarks.append(f"{inside} of {found.pairs} answers are in one bin: --equal-counts shows more.")
     within = f" + within bins {found.within:+.4f}" if abs(found.within) >= 5e-5 else ""
     return (
         f"# {title}\n\n"
@@ -98,5 +104,19 @@ def text_of(found: Calibration, pairs: Pairs, title: str) -> str:
         f"{found.resolution:.4f} + uncertainty {found.uncertainty:.4f}{within}. "
         f"Expected calibration error {found.calibration_error:.4f}.\n\n"
         + table(("score", "answers", "items", "mean score", "share right"), rows)
-        + (f"\n- {pairs.left_out} answers have no score or no verdict: left out.\n" if pairs.left_out else "")
+        + ("\n" if remarks else "")
+        + "".join(f"- {remark}\n" for remark in remarks)
     )
+
+
+def _digits(edges: Iterable[float]) -> int:
+    """As many as tell the edges apart, from 3 to 6."""
+    apart = set(edges)
+    return next((digits for digits in range(3, 6) if len({f"{edge:.{digits}f}" for edge in apart}) == len(apart)), 6)
+
+
+def _in_one_bin(found: Calibration, pairs: Pairs) -> int:
+    """How many answers the fullest bin has, where these are nearly all and their scores differ; else 0."""
+    fullest = max(found.bins, key=lambda each: each.count)
+    scores = {score for score in pairs.scores if fullest.low <= score <= fullest.high}
+    return fullest.count if fullest.count >= NEARLY_ALL * found.pairs and len(scores) > 1 else 0

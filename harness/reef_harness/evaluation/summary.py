@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from reef_harness.evaluation.intervals import Figure, by_item, quantile
 from reef_harness.evaluation.pass_at_k import curve, ks_up_to
@@ -91,19 +91,34 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class NotJudged:
+    """Answers that are in no accuracy for one reason: ``outcome`` is review, error or failed, ``items`` are ids.
+
+    ``reason`` is the verdict's reason code; of an answer that failed, what failed (``BadRequest``).
+    """
+
+    outcome: str
+    reason: str
+    answers: int
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Series:
     """One set's answers at one temperature. None where nothing was there to measure.
 
     An item weighs the same however many of its answers were judged. ``accuracy`` is over judged answers only (the
     selective accuracy), ``coverage`` says what share of the answers asked for that is; ``at_least`` takes whatever
     was not judged as wrong. ``outcomes`` counts answers: correct, incorrect, review, error (the grader could not
-    judge), failed (no answer).
+    judge), failed (no answer); ``not_judged`` says why, and to which items. ``cut`` counts the answers that the token
+    limit ended, ``cut_wrong`` those of them that are incorrect.
     """
 
     temperature: float
     samples: int
     items: int
     outcomes: Mapping[str, int]
+    not_judged: tuple[NotJudged, ...]
     accuracy: Figure | None
     at_least: Figure
     coverage: Figure
@@ -114,6 +129,8 @@ class Series:
     best_by_logprob: Figure | None
     tokens: Tokens | None
     truncated: Figure | None
+    cut: int
+    cut_wrong: int
     releases: Mapping[str, int]
     slices: tuple[Slice, ...]
 
@@ -129,6 +146,7 @@ class Series:
             "samples": self.samples,
             "items": self.items,
             "outcomes": dict(self.outcomes),
+            "not_judged": [asdict(each) for each in self.not_judged],
             "accuracy": _json(self.accuracy),
             "at_least": _json(self.at_least),
             "coverage": _json(self.coverage),
@@ -153,6 +171,8 @@ class Series:
                 "longest": self.tokens.longest,
             },
             "truncated": _json(self.truncated),
+            "cut": self.cut,
+            "cut_wrong": self.cut_wrong,
             "releases": dict(self.releases),
             "slices": [
                 {
@@ -182,6 +202,7 @@ def summarize(
         samples=samples,
         items=len(candidates),
         outcomes=_outcomes(candidates, samples),
+        not_judged=tuple(_not_judged(candidates, samples)),
         accuracy=accuracy(candidates, seed=seed),
         at_least=_of_asked(candidates, samples, lambda each: each.right, seed),
         coverage=_of_asked(candidates, samples, lambda each: len(each.judged), seed),
@@ -195,6 +216,12 @@ def summarize(
         tokens=_tokens(candidates, max_tokens, seed),
         truncated=_mean(
             candidates, lambda each: [float(r.finish_reason == "length") for r in each.responses if not r.error], seed
+        ),
+        cut=sum(response.finish_reason == "length" for response in answered),
+        cut_wrong=sum(
+            response.finish_reason == "length" and verdict is not None and verdict.outcome == "incorrect"
+            for each in candidates
+            for response, verdict in zip(each.responses, each.verdicts, strict=True)
         ),
         releases=Counter(response.release or "?" for response in answered),
         slices=tuple(_slices(candidates, seed)),
@@ -225,6 +252,22 @@ def _outcomes(candidates: Sequence[Candidates], samples: int) -> dict[str, int]:
     counted = Counter(v.outcome for each in candidates for v in each.verdicts if v is not None)
     failed = samples * len(candidates) - counted.total()
     return {name: counted[name] for name in ("correct", "incorrect", "review", "error")} | {"failed": failed}
+
+
+def _not_judged(candidates: Sequence[Candidates], samples: int) -> Iterable[NotJudged]:
+    """By outcome, then the most frequent reason first."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in candidates:
+        for response, verdict in zip(each.responses, each.verdicts, strict=True):
+            if verdict is None:
+                what = (response.error or "no verdict").partition(":")[0]
+                found.setdefault(("failed", what), []).append(each.item.id)
+            elif verdict.outcome in ("review", "error"):
+                found.setdefault((verdict.outcome, verdict.reason_code), []).append(each.item.id)
+        if (lacking := samples - len(each.responses)) > 0:
+            found.setdefault(("failed", "not sampled"), []).extend([each.item.id] * lacking)
+    for (outcome, reason), ids in sorted(found.items(), key=lambda pair: (pair[0][0], -len(pair[1]), pair[0][1])):
+        yield NotJudged(outcome, reason, len(ids), tuple(dict.fromkeys(ids)))
 
 
 def _votes(candidates: Sequence[Candidates], seed: int) -> Votes | None:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from reef_harness.evaluation.intervals import Figure
 from reef_harness.evaluation.summary import SMALL_SLICE, Series, Slice
 
+MANY_CUT = 0.05  # of the answers: a share above it is said
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose columns are as wide as their widest cell: it reads as plain text, too."""
@@ -19,6 +21,17 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def short(text: str, longest: int = 40) -> str:
+    """The text in one line; of a longer one its beginning, and an ellipsis."""
+    line = " ".join(text.split())
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"
+
+
+def first_of(ids: Sequence[str], shown: int = 3) -> str:
+    """The first few ids, with an ellipsis where there are more."""
+    return ", ".join([*map(short, ids[:shown]), *(["…"] if len(ids) > shown else [])])
+
+
 def share(figure: Figure | None) -> str:
     """``0.700 [0.397, 0.892]``, or ``-``."""
     return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.3f}, {figure.high:.3f}]"
@@ -29,6 +42,11 @@ def difference(figure: Figure) -> str:
     if figure.low == figure.high:
         return f"{figure.value:+.3f} [no interval]"
     return f"{figure.value:+.3f} [{figure.low:+.3f}, {figure.high:+.3f}]"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 answer``, ``2 answers``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def sets_table(found: Mapping[str, Sequence[Series]]) -> str:
@@ -96,11 +114,22 @@ def notes(found: Mapping[str, Sequence[Series]]) -> list[str]:
     for name, all_series in found.items():
         for series in all_series:
             of, total = series.outcomes, series.samples * series.items
-            left_out = [f"{of[kind]} {words}" for kind, words in _NOT_JUDGED.items() if of[kind]]
+            left_out = [f"{of[kind]} {_words(kind, of[kind])}" for kind in _NOT_JUDGED if of[kind]]
             if left_out:
                 lines.append(
                     f"{name}, {series.name}: of {total} answers {', '.join(left_out)}; none of these is in the "
                     f"accuracy. Were all of them wrong, it would be {series.at_least.value:.3f}."
+                )
+            lines += [
+                f"{name}, {series.name}: {each.reason}: {counted(each.answers, 'answer')} "
+                f"{_words(each.outcome, each.answers)}: {first_of(each.items)}"
+                for each in series.not_judged
+            ]
+            if series.cut > MANY_CUT * (answered := sum(series.releases.values())):
+                lines.append(
+                    f"{name}, {series.name}: of {answered} answers {series.cut} {'was' if series.cut == 1 else 'were'} "
+                    f"cut at the token limit, {series.cut_wrong} graded as wrong; a higher --max-tokens (with another "
+                    "--out) leaves fewer."
                 )
             fewer = [f"{f.items} for pass@{k}" for k, f in series.pass_at_k.items() if f.items < series.items]
             if series.votes is not None and series.votes.right.items < series.items:
@@ -118,8 +147,12 @@ def notes(found: Mapping[str, Sequence[Series]]) -> list[str]:
     return lines
 
 
-_NOT_JUDGED = {
-    "failed": "failed",
-    "review": "wait for review",
-    "error": "could not be judged",
+_NOT_JUDGED = {  # in words: of one answer, of several
+    "failed": ("failed", "failed"),
+    "review": ("waits for review", "wait for review"),
+    "error": ("could not be judged", "could not be judged"),
 }
+
+
+def _words(outcome: str, answers: int) -> str:
+    return _NOT_JUDGED[outcome][answers != 1]

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,9 +11,15 @@ from pathlib import Path
 
 from reef_harness.errors import HarnessError
 from reef_harness.graders.base import Grader
+from reef_harness.graders.judge import JudgeGrader
 from reef_harness.graders.named import SPELLINGS, grader_of
 from reef_harness.types import Item
 
+_OTHER_VERSIONS = {
+    "final": ("comparing=text", "comparing=latex"),
+    "number": ("where=boxed", "where=last"),
+    "code": ("isolation=process",),
+}
 _COLUMNS = frozenset({"text", "gold", "finish_reason", "question", "id"})
 
 
@@ -44,10 +51,25 @@ class _Row:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    width = max(map(len, SPELLINGS))
-    for spelling, reads in SPELLINGS.items():
-        print(f"{spelling:<{width}}  {reads}")
+    rows = [("grader", "versions", "reads")]
+    rows += [(spelling, _versions(re.split(r"[\[:]", spelling)[0]), reads) for spelling, reads in SPELLINGS.items()]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for spelling, versions, reads in rows:
+        print(f"{spelling:<{first}}  {versions:<{second}}  {reads}")
     return 0
+
+
+def _versions(name: str) -> str:
+    """The version without options, then those of options that make another; ``-`` for what cannot be made here."""
+    if name == "judge":
+        return f"{JudgeGrader('http://127.0.0.1', model='', rubric='-').version.partition('-')[0]}-HASH"
+    found = []
+    for spec in (name, *(f"{name}:{options}" for options in _OTHER_VERSIONS.get(name, ()))):
+        try:
+            found.append(grader_of(spec).version)
+        except ValueError:  # not installed, no such sandbox, or one's own
+            found.append("-")
+    return ", ".join(found)
 
 
 def _grade(arguments: argparse.Namespace) -> int:
