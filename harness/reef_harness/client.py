@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +46,15 @@ _TRANSIENT = (*_NOT_STARTED, EngineFailed)  # safe to try again only where the r
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long to keep trying: pauses double from ``first_s`` to ``longest_s``, for at most ``total_s`` in all."""
+    """How long to keep trying: pauses double from ``first_s`` to ``longest_s``, for at most ``total_s`` in all.
+
+    ``on_pause`` is called before each pause: with what went wrong, and the seconds for which it is tried still.
+    """
 
     first_s: float = 0.1
     longest_s: float = 5.0
     total_s: float = 60.0
+    on_pause: Callable[[HarnessError, float], None] | None = None
 
     def pause_s(self, attempt: int, asked_s: float | None) -> float:
         """The pause after failed attempt number ``attempt`` (from 0); never shorter than the service asked for."""
@@ -407,8 +411,11 @@ class Client:
             except (Unreachable, ServiceError) as error:
                 asked_s = error.retry_after_s if isinstance(error, ServiceError) else None
                 pause_s = self.retry.pause_s(attempt, asked_s)
-                if not _worth_a_retry(error, idempotent) or time.monotonic() + pause_s > deadline:
+                left_s = deadline - time.monotonic()
+                if not _worth_a_retry(error, idempotent) or pause_s > left_s:
                     raise
+                if self.retry.on_pause:
+                    self.retry.on_pause(error, left_s)
             attempt += 1
             await asyncio.sleep(pause_s)
 

@@ -51,16 +51,19 @@ class _DriverBar(_Bar, ABC):
     def _reached(self, progress: Progress) -> int:
         """How far the driver is, in the bar's unit."""
 
+    def _release(self, progress: Progress) -> str | None:
+        return progress.answered_by
+
     def _at(self, progress: Progress) -> int:
         reached = self._reached(progress)
         return min(reached, int(self._bar.total or reached))
 
     def __call__(self, progress: Progress) -> None:
         """Show where the driver stands."""
-        staleness = "-" if progress.staleness is None else f"{progress.staleness:.1f}"
+        reward, length = _known(progress.reward, ".2f"), _known(progress.length, ".0f")
         self._bar.set_postfix_str(
-            f"reward {progress.reward:.2f}, length {progress.length:.0f}, rollouts {progress.rollouts}, "
-            f"failed {progress.failed}, release {progress.release or '-'}, staleness {staleness}"
+            f"reward {reward}, length {length}, rollouts {progress.rollouts}, failed {progress.failed}, "
+            f"release {self._release(progress) or '-'}, staleness {_known(progress.staleness, '.1f')}"
             + (f"; {progress.standstill}" if progress.standstill else ""),
             refresh=False,
         )
@@ -70,7 +73,8 @@ class _DriverBar(_Bar, ABC):
 class ReleaseBar(_DriverBar):
     """One bar over a driver's releases: ``progress=ReleaseBar(45)``.
 
-    Beside it reward, length and staleness of the last batch of rollouts, and the last release that they trained.
+    Beside it reward, length and staleness of the last batch of rollouts, and the last release that they trained; before
+    there is one, the release that answered last.
     """
 
     def __init__(self, releases: int) -> None:
@@ -79,9 +83,15 @@ class ReleaseBar(_DriverBar):
     def _reached(self, progress: Progress) -> int:
         return progress.releases
 
+    def _release(self, progress: Progress) -> str | None:
+        return progress.release or progress.answered_by
+
 
 class RolloutBar(_DriverBar):
-    """One bar over a driver's reported rollouts, for runs that no number of releases ends; None: no end is known."""
+    """One bar over a driver's reported rollouts, for runs that no number of releases ends; None: no end is known.
+
+    Beside it the same, and the release that answered last.
+    """
 
     def __init__(self, rollouts: int | None) -> None:
         super().__init__(rollouts, "rollouts", "rollout")
@@ -119,6 +129,15 @@ class OutcomeBar(_Bar):
         self._failed += outcome.error is not None
         self._bar.set_postfix_str(f"failed {self._failed}", refresh=False)
         self._bar.update()
+
+
+def tell(line: str) -> None:
+    """Write a line between the bars that are drawn."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def _known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 class _Lines:

@@ -123,6 +123,20 @@ def test_retries_end_at_the_bound(service: Any, monkeypatch: pytest.MonkeyPatch)
     assert len(service.requests) == 10
 
 
+def test_each_pause_is_told_with_what_went_wrong_and_the_seconds_left(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which each request takes a second. What is not tried again is no pause."""
+    service.faults.extend([503, "drop", 400])
+    clock = SimpleNamespace(monotonic=lambda: float(len(service.requests)))
+    monkeypatch.setattr("reef_harness.client.time", clock)
+    told: list[tuple[type[e.HarnessError], float]] = []
+    retry = Retry(0.01, 0.02, 10.0, on_pause=lambda error, left_s: told.append((type(error), left_s)))
+    with pytest.raises(e.BadRequest):
+        with_client(service.url, lambda c: c.status(), retry=retry)
+    assert told == [(e.Unavailable, 9.0), (e.Unreachable, 8.0)]
+
+
 def test_a_chat_whose_connection_broke_is_not_asked_again(service: Any) -> None:
     service.faults.append("drop")
     with pytest.raises(e.Unreachable, match="POST"):

@@ -6,12 +6,16 @@ import re
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from reef_harness.cli import main
 from reef_harness.drivers import read_rollouts
+from reef_harness.drivers.commands import _Outages
+from reef_harness.errors import HarnessError, TooManyRequests, Unavailable, Unreachable
 
 
 @pytest.fixture
@@ -184,11 +188,31 @@ def test_where_nothing_could_be_graded_the_status_says_so(
     assert command("stream", service, items) == 1
     said = capsys.readouterr().err
     assert "0 rollouts reported, 1 failed" in said
-    assert "the last that failed: not graded: no_gold: " in said
+    assert "\n1 failed with no_gold, the last: not graded: no_gold: " in said
     assert service.reports == {}
 
 
-def test_the_status_is_of_this_life_not_of_those_before_it(
+@pytest.mark.parametrize("name", ["stream", "groups"])
+def test_what_cannot_be_graded_is_counted_by_reason_and_asked_in_one_life_only(
+    service: Any, items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    service.trains = False
+    golds = [None, "no number", None, "2"]
+    items.write_text(
+        "".join(json.dumps({"id": f"i{n}", "prompt": "x", "gold": gold}) + "\n" for n, gold in enumerate(golds))
+    )
+    size = 1 if name == "stream" else 8
+    more = ("--grader", "number", "--in-flight", "1", "--records", str(tmp_path / "r.jsonl"))
+    for _ in range(3):
+        assert command(name, service, items, *more) == 0
+        said = capsys.readouterr().err
+        assert f"{size} rollouts reported, {3 * size} failed" in said
+        assert f"\n{2 * size} failed with no_gold, the last: not graded: no_gold: item 'i2' has no gold answer" in said
+        assert f"\n{size} failed with bad_gold, the last: not graded: bad_gold: item 'i1'" in said
+        assert len(asked(service)) == 3  # of i2 it is known by then that it needs a gold
+
+
+def test_the_status_is_of_this_life_but_for_gold_that_is_lacking(
     service: Any, items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service.trains = False
@@ -198,8 +222,15 @@ def test_the_status_is_of_this_life_not_of_those_before_it(
     with items.open("a") as file:
         file.write('{"id": "ungraded", "prompt": "x"}\n')
     capsys.readouterr()
-    assert command("stream", service, items, *records) == 1
+    assert command("stream", service, items, *records) == 0  # all that can be graded is reported
     assert "no_gold" in capsys.readouterr().err
+    with items.open("a") as file:
+        file.write('{"id": "new", "prompt": "x", "gold": "2"}\n')
+    real = service.chat
+    service.chat = lambda *_: {"choices": []}
+    assert command("stream", service, items, *records) == 1
+    service.chat = real
+    assert command("stream", service, items, *records) == 0
 
 
 def test_a_run_whose_scenario_is_trained_by_hand_ends_and_says_so(
@@ -262,6 +293,88 @@ def test_options_that_make_no_sense_are_wrong_usage(service: Any, items: Path, w
     with pytest.raises(SystemExit) as caught:
         command("stream", service, items, *wrong)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_service_that_dies_is_told_of_at_once_and_at_the_end_what_was_done(
+    service: Any,
+    items: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: bool,
+) -> None:
+    """While it takes the third report. By a clock of the client on which each request to the dead takes 4 s of 60."""
+    lost: list[str] = []
+    monkeypatch.setattr("reef_harness.client.time", SimpleNamespace(monotonic=lambda: 4.0 * len(lost)))
+    monkeypatch.setattr("reef_harness.client.Retry.pause_s", lambda *_: 0.01)
+    real = service.handle
+
+    def handle(http: Any) -> None:
+        if lost or (http.path == "/reef/report" and len(service.reports) == 2):
+            lost.append(http.path)
+            http.rfile.read(int(http.headers.get("content-length", 0)))
+            http.close_connection = True
+        else:
+            real(http)
+
+    service.handle = handle
+    records = tmp_path / "r.jsonl"
+    more = ("--records", str(records)) if recorded else ()
+    assert command("stream", service, items, "--in-flight", "1", *more) == 1
+    said = capsys.readouterr().err.splitlines()
+    (told,) = [line for line in said if line.startswith("the service does not answer, and is tried until ")]
+    assert re.search(r" until \d\d:\d\d:\d\d: (GET|POST) http://\S+: ", told)
+    (summary,) = [line for line in said if line.startswith("2 rollouts reported, ")]
+    assert summary.endswith("; 2 wait for the service to use them; 1 reports are owed")
+    assert said.index(told) < said.index(summary)
+    assert said[-1].startswith("reef-harness stream: ")
+    assert (said[-2] == f"the same command goes on from {records}") is recorded
+
+    if recorded:
+        service.handle = real
+        assert command("stream", service, items, "--in-flight", "1", *more) == 0
+        assert "6 rollouts reported, 0 failed" in capsys.readouterr().err
+        assert len(service.reports) == len(service.receipts) == 6
+
+
+def test_records_that_cannot_be_gone_on_with_are_not_said_to_be(
+    service: Any, items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--records", str(tmp_path / "r.jsonl"))
+    assert command("stream", service, items, *more) == 0
+    service.reports.clear()  # another service
+    with items.open("a") as file:
+        file.write('{"id": "new", "prompt": "x", "gold": "2"}\n')
+    capsys.readouterr()
+    assert command("stream", service, items, *more) == 1
+    said = capsys.readouterr().err
+    assert "is of another service, or of another ledger" in said
+    assert "goes on from" not in said
+
+
+def test_an_outage_is_told_of_once_and_the_next_one_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], time=lambda: now[0], localtime=time.gmtime, strftime=time.strftime
+    )
+    monkeypatch.setattr("reef_harness.drivers.commands.time", clock)
+    outages = _Outages()
+
+    def told(at_s: float, error: HarnessError, left_s: float) -> str:
+        now[0] = at_s
+        outages(error, left_s)
+        return capsys.readouterr().err
+
+    gone = Unreachable("GET http://x/: ConnectError")
+    assert told(3600.0, gone, 60.0) == "the service does not answer, and is tried until 01:01:00: " + f"{gone}\n"
+    assert told(3605.0, gone, 60.0) == ""  # another request
+    assert told(3661.0, gone, 4.0) == ""  # the same, near its end
+    assert told(3662.0, TooManyRequests(429, "full"), 60.0) == ""  # it answers, and lets us in by and by
+    loading = Unavailable(503, "loading")
+    assert told(3720.0, loading, 60.0) == "the service is not ready, and is tried until 01:03:00: loading (HTTP 503)\n"
 
 
 def test_interrupted_it_finishes_what_is_in_flight_and_says_how_to_go_on(

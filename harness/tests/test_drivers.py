@@ -26,6 +26,7 @@ from reef_harness import (
 )
 from reef_harness.drivers import Rewards, read_rollouts
 from reef_harness.errors import HarnessError, Stalled
+from reef_harness.graders import NumberGrader
 from reef_harness.progress import ReleaseBar, RolloutBar
 
 QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=60.0)
@@ -265,6 +266,7 @@ def test_the_progress_bar_shows_reward_and_release(service: Any, capsys: pytest.
     assert "reward 0.50" in shown
     assert "length 7, " in shown
     assert "failed 0, release r2, staleness 0.0" in shown
+    assert "reward 0.00" not in shown
     assert "\r" not in shown  # nobody's terminal: lines
 
 
@@ -282,7 +284,71 @@ def test_the_bar_of_rollouts_counts_those_that_were_reported(service: Any, capsy
         drive(service, items(), None, kind=StreamDriver, rollouts=12, progress=bar)
     shown = capsys.readouterr().err
     assert "12/12" in shown
-    assert "failed 1, release -, staleness -" in shown
+    assert "failed 1, release r0, staleness -" in shown
+
+
+def test_what_is_not_known_yet_is_shown_as_such(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    first: list[Progress] = []
+
+    async def begin() -> None:
+        async with Client(service.url, scenario="sums") as client:
+            with StreamDriver(client, items(1), FinalGrader()) as driver, RolloutBar(1) as bar:
+                first.append(driver.snapshot())
+                bar.begin(first[0])
+
+    asyncio.run(begin())
+    assert (first[0].reward, first[0].length, first[0].staleness, first[0].answered_by) == (None, None, None, None)
+    assert "reward -, length -, rollouts 0, failed 0, release -, staleness -" in capsys.readouterr().err
+
+
+def test_answers_without_a_score_have_a_length_and_no_reward(service: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    service.answer = lambda prompt, index: "1"
+    with RolloutBar(3) as bar:
+        end = drive(service, items(3), None, kind=StreamDriver, grader=Unsure(), progress=bar)
+    assert (end.reward, end.length, end.answered_by) == (None, 7.0, "r0")
+    assert "reward -, length 7, rollouts 3" in capsys.readouterr().err
+
+
+def test_before_the_first_release_is_trained_the_one_that_answers_is_shown(
+    service: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.batch_size = 100
+    with ReleaseBar(2) as bar:
+        drive(service, items(3), 2, kind=StreamDriver, progress=bar)
+    assert "release r0, staleness -" in capsys.readouterr().err
+
+
+def test_a_stream_shows_the_release_that_answered_not_the_one_that_was_trained(
+    service: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.batch_size = 4
+    with RolloutBar(8) as bar:
+        end = drive(service, items(8), None, kind=StreamDriver, in_flight=1, progress=bar)
+    assert (end.release, end.answered_by) == ("r2", "r1")
+    assert "8/8" in (shown := capsys.readouterr().err)
+    assert "release r1, " in shown.splitlines()[-1]
+
+
+def test_failures_are_counted_by_reason(service: Any) -> None:
+    service.faults.extend([400, 404, 400])
+    golds = ["2", "2", "2", None, None, "2"]
+    supply = [Item.from_text(f"item{i}", f"prompt {i}", gold) for i, gold in enumerate(golds)]
+    end = drive(service, iter(supply), None, kind=StreamDriver, in_flight=1)
+    assert end.failures == {
+        "BadRequest": (2, "BadRequest: told to answer 400 (HTTP 400)"),
+        "NotFound": (1, "NotFound: told to answer 404 (HTTP 404)"),
+        "no_gold": (2, "not graded: no_gold: item 'item4' has no gold answer"),
+    }
+    assert (end.failed, end.reported, end.owed) == (5, 1, 0)
+
+
+def test_an_item_whose_gold_cannot_be_read_is_asked_once_however_often_it_comes(service: Any, tmp_path: Path) -> None:
+    service.trains = False
+    supply = [Item.from_text("bad", "prompt", "no number"), Item.from_text("good", "prompt", "2")] * 3
+    path = tmp_path / "r.jsonl"
+    end = drive(service, iter(supply), None, kind=StreamDriver, grader=NumberGrader(), in_flight=1, records=path)
+    assert (end.reported, end.failed, len(service.receipts)) == (3, 3, 4)
+    assert [(row.item, row.occurrence) for row in read_rollouts(path) if row.error] == [("bad", i) for i in range(3)]
 
 
 def test_a_stream_reports_each_rollout_at_once_without_a_group(service: Any, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from reef_harness import Client, FinalGrader, GroupsDriver, Item, Progress, Retry, StreamDriver
 from reef_harness.drivers import read_rollouts
 from reef_harness.errors import HarnessError, WrongRecords
+from reef_harness.graders import NumberGrader
 
 QUICK = Retry(first_s=0.01, longest_s=0.02, total_s=0.3)
 
@@ -117,10 +118,11 @@ def test_a_report_that_the_service_did_not_take_is_tried_again_in_the_next_life(
 
     service.report = refuse
     end = drive(service, path, count=2)
-    assert (end.failed, service.reports) == (2, {})
+    assert (end.failed, end.owed, service.reports) == (2, 2, {})
     assert {row.error for row in read_rollouts(path)} == {"Unavailable: paused (HTTP 503)"}
     service.report = real
-    assert drive(service, path, count=2).failed == 0
+    end = drive(service, path, count=2)
+    assert (end.failed, end.owed) == (0, 0)
     assert sorted(service.reports) == sorted({body["agent_record_id"] for body in refused})
     assert len(service.receipts) == 2
     assert {row.error for row in read_rollouts(path)} == {None}
@@ -154,6 +156,63 @@ def test_a_group_that_was_half_sampled_is_filled_up_under_its_name(service: Any,
     assert service.paths("/v1/")[-1]["n"] == 5
     assert len({body["group"] for body, _ in service.reports.values()}) == 1
     assert sorted(row.index for row in read_rollouts(path)) == list(range(8))
+
+
+def test_reward_length_and_release_of_the_last_batch_are_remembered(service: Any, path: Path) -> None:
+    service.trains = False
+    service.answer = lambda prompt, index: f"<final>{2 if int(prompt.split()[1]) >= 3 else 3}</final>"
+    drive(service, path, count=6, in_flight=1, batch=4)
+
+    async def begin() -> Progress:
+        async with Client(service.url, scenario="sums") as client:
+            with StreamDriver(client, items(6), FinalGrader(), records=path, batch=4) as driver:
+                assert driver.rewards == {}  # of this life
+                return driver.snapshot()
+
+    begun = asyncio.run(begin())
+    assert (begun.rollouts, begun.reward, begun.length, begun.answered_by) == (6, 0.75, 7.0, "r0")
+
+
+@pytest.mark.parametrize(("kind", "size"), [(StreamDriver, 1), (GroupsDriver, 8)])
+def test_an_item_without_a_gold_that_can_be_read_is_not_asked_again_before_it_changes(
+    service: Any, path: Path, kind: Any, size: int
+) -> None:
+    service.trains = False
+
+    def life(*golds: str | None) -> Progress:
+        async def run() -> Progress:
+            async with Client(service.url, scenario="sums", retry=QUICK) as client:
+                supply = (Item.from_text(f"item{i}", f"prompt {i}", gold) for i, gold in enumerate(golds))
+                with kind(client, supply, NumberGrader(), poll_s=0.01, in_flight=4, records=path) as driver:
+                    progress: Progress = await driver.run()
+                    return progress
+
+        return asyncio.run(run())
+
+    first = life(None, "no number", "2")
+    assert len(service.paths("/v1/")) == 3
+    again = life(None, "no number", "2")
+    assert len(service.paths("/v1/")) == 3
+    assert again.failures == first.failures
+    assert {reason: count for reason, (count, _) in again.failures.items()} == {"no_gold": size, "bad_gold": size}
+    now = life(None, "3", "2")
+    assert len(service.paths("/v1/")) == 4
+    assert (now.reported, now.rollouts - now.failed) == (size, 2 * size)
+    assert {row.item for row in read_rollouts(path) if row.error} == {"item0"}
+
+
+def test_what_failed_otherwise_is_asked_again(service: Any, path: Path) -> None:
+    service.trains = False
+    service.faults.append(400)
+    assert drive(service, path, count=2, in_flight=1).failed == 1
+    end = drive(service, path, count=2)
+    assert (end.failed, end.reported, end.rollouts) == (0, 1, 2)
+
+
+def test_the_folder_of_records_is_made(service: Any, path: Path) -> None:
+    service.trains = False
+    inside = path.parent / "my rec" / "of today" / "x.jsonl"
+    assert drive(service, inside, count=2).rollouts == len(read_rollouts(inside)) == 2
 
 
 def test_releases_and_waiting_units_are_remembered(service: Any, path: Path) -> None:

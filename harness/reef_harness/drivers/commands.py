@@ -4,22 +4,26 @@ import argparse
 import asyncio
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from reef_harness import service
-from reef_harness.client import MAX_CONNECTIONS, TIMEOUT_S, Client
+from reef_harness.client import MAX_CONNECTIONS, TIMEOUT_S, Client, Retry
 from reef_harness.drivers.driver import Driver, Options, Progress
 from reef_harness.drivers.groups import GroupsDriver
 from reef_harness.drivers.interrupts import finish_on_sigint
+from reef_harness.drivers.records import GOLDLESS
 from reef_harness.drivers.stream import StreamDriver
+from reef_harness.errors import HarnessError, TooManyRequests, Unreachable, WrongRecords
 from reef_harness.evaluation.items import read_items
 from reef_harness.graders import Grader
 from reef_harness.graders.named import grader_of
-from reef_harness.progress import ReleaseBar, RolloutBar
+from reef_harness.progress import ReleaseBar, RolloutBar, tell
 from reef_harness.types import Item, Json
 
 _COMPLAINTS_SHOWN = 5
+_TOLD_FROM_S = 30.0  # of trying that are left: a request with less began in an outage that was told of
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -98,18 +102,53 @@ def _run(arguments: argparse.Namespace) -> int:
 async def _drive(arguments: argparse.Namespace, items: Sequence[Item], grader: Grader) -> int:
     connections = max(MAX_CONNECTIONS, 2 * arguments.in_flight)  # reports need some beside the answers in work
     async with await service.connect(arguments, timeout_s=arguments.timeout_s, max_connections=connections) as client:
+        client.retry = Retry(on_pause=_Outages())
         config = (await client.contract())["config"]
         bar = _bar(arguments, len(items), config)
+        failure: HarnessError | OSError | None = None
         with bar, _driver(arguments, client, _epochs(arguments, items), grader, config, bar) as driver:
             bar.begin(driver.snapshot())
             async with finish_on_sigint(driver.stop):
-                end = await driver.run(releases=arguments.releases, rollouts=arguments.rollouts)
+                try:
+                    end = await driver.run(releases=arguments.releases, rollouts=arguments.rollouts)
+                except (HarnessError, OSError) as error:
+                    end, failure = driver.snapshot(), error
     print(_summary(end, arguments.releases), file=sys.stderr)
+    again = f"the same command goes on from {arguments.records}" if arguments.records else ""
+    if failure is not None:
+        if again and not isinstance(failure, WrongRecords):
+            print(again, file=sys.stderr)
+        raise failure
     if driver.stopping:
-        again = f"; the same command goes on from {arguments.records}" if arguments.records else ""
-        print(f"stopped: what was in flight is reported{again}", file=sys.stderr)
+        told = "stopped" if end.owed else "stopped: what was in flight is reported"
+        print("; ".join(filter(None, (told, again))), file=sys.stderr)
         return 130
-    return 1 if end.failed and not end.reported else 0  # in this life: an earlier one may have left nothing to do
+    return _status(end)
+
+
+def _status(end: Progress) -> int:
+    """1 where nothing could be reported; what an earlier life reported counts where only gold was lacking now."""
+    if end.reported:
+        return 0
+    with_gold = sum(count for reason, (count, _) in end.failures.items() if reason not in GOLDLESS)
+    return 1 if with_gold or end.rollouts == end.failed > 0 else 0
+
+
+class _Outages:
+    """Tells once of an outage that the service does not answer, and until when it is tried."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def __call__(self, error: HarnessError, left_s: float) -> None:
+        """A request failed and is tried again, for ``left_s`` at most."""
+        now = time.monotonic()
+        if isinstance(error, TooManyRequests) or now < self._until or left_s < _TOLD_FROM_S:
+            return
+        self._until = now + left_s
+        what = "does not answer" if isinstance(error, Unreachable) else "is not ready"
+        at = time.strftime("%H:%M:%S", time.localtime(time.time() + left_s))
+        tell(f"the service {what}, and is tried until {at}: {error}")
 
 
 def _driver(
@@ -174,6 +213,8 @@ def _summary(end: Progress, releases: int | None) -> str:
         told += f"; {end.waiting} wait for the service to use them"
     if end.standstill:
         told += f"; {end.standstill}"
-    if end.error:
-        told += f"\nthe last that failed: {end.error}"
+    if end.owed:
+        told += f"; {end.owed} reports are owed"
+    for reason, (count, last) in end.failures.items():
+        told += f"\n{count} failed with {reason}, the last: {last}"
     return told

@@ -18,7 +18,7 @@ from typing import Any, Self, TypedDict
 
 from reef_harness.client import Client
 from reef_harness.drivers.following import Following, Open, Standstill, standstill
-from reef_harness.drivers.records import Key, Records
+from reef_harness.drivers.records import Key, Records, Rollout
 from reef_harness.drivers.rollout import Done, Sampler
 from reef_harness.errors import HarnessError, Stalled
 from reef_harness.graders import Grader
@@ -52,9 +52,10 @@ class Options(TypedDict, total=False):
 class Progress:
     """Where a driver stands. ``units`` are groups, or rollouts where it has none.
 
-    ``reward``, ``length`` (tokens) and ``staleness`` are means over the last batch of rollouts; staleness counts the
-    updates between the release that answered and the one that was trained from when the service used the answer (0: the
-    step came right after), and is None until that is known.
+    ``reward``, ``length`` (tokens) and ``staleness`` are means over the last batch of rollouts, None until they are
+    known; reward and length begin with the last batch of an earlier life. Staleness counts the updates between the
+    release that answered and the one that was trained from when the service used the answer (0: the step came right
+    after).
     """
 
     units: int
@@ -62,12 +63,15 @@ class Progress:
     failed: int  # of them, in this life: not reported
     releases: int  # that our reports trained, over all lives
     release: str | None  # the last of them
-    reward: float
-    length: float
+    answered_by: str | None  # the release that answered last, of what was reported
+    reward: float | None
+    length: float | None
     staleness: float | None
     in_flight: int  # units
     waiting: int  # units reported and not yet used by the service
     reported: int  # rollouts, in this life
+    owed: int  # reports that the service has not acknowledged: the next life sends them
+    failures: Mapping[str, tuple[int, str]]  # of this life, by reason: how many, and the error of the last
     error: str | None  # of the last that failed, in this life
     standstill: str | None  # why the service uses nothing of what waits now, where it does not and says so
 
@@ -141,6 +145,7 @@ class Driver(ABC):
                 "version": grader.version,
                 "extra": dict(extra or {}),
             },
+            latest=batch_units * size,
         )
         asking = Asking(temperature=temperature, max_tokens=max_tokens, tags=tags, extra=extra)
         self._sampler = Sampler(client, grader, self._records, asking)
@@ -152,11 +157,15 @@ class Driver(ABC):
         self._failed_in_a_row = self._ungradable_in_a_row = 0
         self._num_reported = self._num_before = self._records.num_reported
         self._last_error: str | None = None
+        self._failures: dict[str, tuple[int, str]] = {}
         self._standstill: Standstill | None = None
         self._moved_at = 0.0  # a unit ended, or was used
         self._asked_at = 0.0  # the service, why it uses nothing
         self._scores: deque[float] = deque(maxlen=batch_units * size)
         self._lengths: deque[float] = deque(maxlen=batch_units * size)
+        self._answered_by: str | None = None
+        for rollout in self._records.latest:
+            self._note(rollout)
         self._starved = self._stopping = False
         self.rewards: dict[str, Rewards] = {}  # of this life by the release that answered: the last MAX_RELEASES
 
@@ -221,12 +230,15 @@ class Driver(ABC):
             failed=self._num_failed,
             releases=len(trained),
             release=max(trained, key=lambda release: trained[release], default=None),
-            reward=_mean(self._scores) or 0.0,
-            length=_mean(self._lengths) or 0.0,
+            answered_by=self._answered_by,
+            reward=_mean(self._scores),
+            length=_mean(self._lengths),
             staleness=_mean(self._following.staleness),
             in_flight=len(self._working),
             waiting=len(self._following.open),
             reported=self._num_reported - self._num_before,
+            owed=self._records.num_owed,
+            failures=dict(self._failures),
             error=self._last_error,
             standstill=self._standstill.told if self._standstill else None,
         )
@@ -292,8 +304,13 @@ class Driver(ABC):
         self._num_reported += len(reported)
         self._num_failed += len(done) - len(reported)
         self._last_error = next((each.rollout.error for each in reversed(done) if each.state is None), self._last_error)
+        for each in done:
+            if each.state is None:
+                count, _ = self._failures.get(each.reason, (0, ""))
+                self._failures[each.reason] = (count + 1, each.rollout.error or "")
         for rollout, _ in reported:
-            self._note(rollout.score, rollout.num_tokens, rollout.release)
+            self._note(rollout)
+            self._count_reward(rollout)
         past = self._records.past.get(key)
         if past is not None:
             past.num_scored += len(scored)
@@ -307,15 +324,18 @@ class Driver(ABC):
         self._standstill = None
         self._tell()
 
-    def _note(self, score: float | None, num_tokens: float | None, release: str | None) -> None:
-        if num_tokens is not None:
-            self._lengths.append(num_tokens)
-        if score is not None:
-            self._scores.append(score)
-            if release is not None:
-                self.rewards[release] = self.rewards.get(release, Rewards()).with_one_more(score)
-                if len(self.rewards) > MAX_RELEASES:
-                    del self.rewards[next(iter(self.rewards))]  # that answered first
+    def _note(self, rollout: Rollout) -> None:
+        self._answered_by = rollout.release or self._answered_by
+        if rollout.num_tokens is not None:
+            self._lengths.append(rollout.num_tokens)
+        if rollout.score is not None:
+            self._scores.append(rollout.score)
+
+    def _count_reward(self, rollout: Rollout) -> None:
+        if rollout.score is not None and rollout.release is not None:
+            self.rewards[rollout.release] = self.rewards.get(rollout.release, Rewards()).with_one_more(rollout.score)
+            if len(self.rewards) > MAX_RELEASES:
+                del self.rewards[next(iter(self.rewards))]  # that answered first
 
     def _count_failure(self, done: list[Done]) -> None:
         """Items that nothing can grade are no sign of a service that fails; an endless supply of them has no end."""

@@ -3,7 +3,7 @@
     {"event": "run", "driver": "groups", "run": "5f1c...", ...settings}    the first line
     {"event": "answered", ...the rollout, "report": its id, "asked"}       graded; written before it is reported
     {"event": "reported", "item", "occurrence", "index", "report"}         the service acknowledged the report
-    {"event": "failed", ...the rollout, "error"}                           not sampled, not graded, or not reported
+    {"event": "failed", ...the rollout, "error", "asked"}                  not sampled, not graded, or not reported
     {"event": "settled", "item", "occurrence", "state", "release", "step"} the service used it; nothing is waited for
 
 A report's id is made of the run's and the receipt's. So whoever dies between the service's acknowledgement and the line
@@ -13,7 +13,8 @@ After that the last lines may be missing; then those prompts are answered once m
 receipt is ever graded twice.
 
 ``asked`` is a digest of the item. One that changed between two lives is refused: its old answers and its new ones would
-be compared with each other in one group.
+be compared with each other in one group. One that was found to have no gold, or none that can be read, is not asked
+again before it changed.
 """
 
 import fcntl
@@ -21,6 +22,7 @@ import hashlib
 import json
 import os
 import uuid
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -30,6 +32,7 @@ from reef_harness.errors import WrongRecords
 from reef_harness.types import Item, Json, ReportState
 
 Key = tuple[str, int]  # an item's id, and the how-manieth time that it is answered, from 0
+GOLDLESS = frozenset({"no_gold", "bad_gold"})  # reason codes: no answer to the item can be graded
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +83,22 @@ class Records:
     """The file, or nothing where ``path`` is None. ``settings`` are what a run must not change between its lives.
 
     Raises WrongRecords where the file is of other settings, of no driver, damaged before its last line, or in use. A
-    last line that was cut is removed.
+    last line that was cut is removed. ``latest`` are so many of what earlier lives reported last, at most.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, settings: Mapping[str, Any], latest: int = 0) -> None:
         self.run = uuid.uuid4().hex[:12]
         self.past: dict[Key, Past] = {}
         self.trained: dict[str, int] = {}  # releases that our reports trained, and their steps
         self.num_reported = 0
+        self.num_owed = 0  # graded and not acknowledged, by now
+        self.latest: deque[Rollout] = deque(maxlen=latest)
+        self._goldless: dict[tuple[str, str], tuple[str, str]] = {}  # an item's id and digest: reason code, error
         self._file: BinaryIO | None = None
         self.path = path
         if path is None:
             return
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         try:
             self._open(path, self._file, settings)
@@ -117,16 +124,25 @@ class Records:
                 "give what is new another id, or this run records of its own"
             )
 
+    def goldless(self, item: Item) -> tuple[str, str] | None:
+        """A reason code and an error, where the item was found to have no gold that can be read, as it is now."""
+        return self._goldless.get((item.id, _digest(item)))
+
     def answered(self, item: Item, rollouts: Sequence[Rollout]) -> None:
         """They were graded and are about to be reported."""
+        self.num_owed += len(rollouts)
         self._write({"event": "answered", **asdict(each), "asked": _digest(item)} for each in rollouts)
 
-    def failed(self, rollouts: Sequence[Rollout]) -> None:
-        """They were not sampled, graded or reported; their ``error`` says why."""
-        self._write({"event": "failed", **asdict(each)} for each in rollouts)
+    def failed(self, rollouts: Sequence[Rollout], item: Item | None = None) -> None:
+        """They were not sampled, graded or reported; their ``error`` says why. ``item`` is what was asked."""
+        events = [{"event": "failed", **asdict(each), "asked": item and _digest(item)} for each in rollouts]
+        for event in events:
+            self._remember_goldless(event)
+        self._write(events)
 
     def reported(self, rollout: Rollout) -> None:
         """The service acknowledged a report."""
+        self.num_owed -= 1
         place = {"item": rollout.item, "occurrence": rollout.occurrence, "index": rollout.index}
         self._write([{"event": "reported", **place, "report": rollout.report}])
 
@@ -180,10 +196,13 @@ class Records:
             past.answered.add(rollout.index)
             past.asked = event.get("asked")
             past.owed[rollout.index] = rollout
+            self.num_owed += 1
         elif kind == "reported":
             past = self.past[key]
             rollout = past.owed.pop(event["index"])
             self.num_reported += 1
+            self.num_owed -= 1
+            self.latest.append(rollout)
             if rollout.score is not None:
                 past.num_scored += 1
                 past.report, past.release = rollout.report, rollout.release
@@ -191,8 +210,14 @@ class Records:
             self.past[key].settled = True
             if event["state"] == "trained" and event["release"]:
                 self.trained[event["release"]] = event["step"] or 0
-        elif kind != "failed":
+        elif kind == "failed":
+            self._remember_goldless(event)
+        else:
             raise KeyError(f"event {kind!r}")
+
+    def _remember_goldless(self, event: Json) -> None:
+        if event.get("asked") and event.get("reason_code") in GOLDLESS:
+            self._goldless[event["item"], event["asked"]] = (event["reason_code"], event["error"])
 
 
 _FIELDS = tuple(each.name for each in fields(Rollout))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from reef_harness.client import Client
-from reef_harness.drivers.records import Key, Records, Rollout
+from reef_harness.drivers.records import GOLDLESS, Key, Records, Rollout
 from reef_harness.errors import HarnessError, UnexpectedAnswer
 from reef_harness.graders import Grader, Verdict
 from reef_harness.types import Choice, Completion, Item, ReportState
@@ -20,7 +20,7 @@ from reef_harness.wire import Asking
 
 GRADABLE = frozenset({"stop", "length"})  # finish reasons of whole rollouts; others (an abort) say nothing of the model
 _NO_GOLD = "no_gold"
-_UNGRADABLE = frozenset({_NO_GOLD, "bad_gold", "bad_score"})  # reason codes: there is no grade to report
+_UNGRADABLE = GOLDLESS | {"bad_score"}  # reason codes: there is no grade to report
 _R = TypeVar("_R", bound=Rollout)
 
 
@@ -31,6 +31,11 @@ class Done:
     rollout: Rollout
     state: ReportState | None = None
     ungradable: bool = False  # a failure that is the item's: it has no gold, or one that the grader cannot read
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in short: the reason code of what cannot be graded, else what its error begins with."""
+        return str(self.rollout.reason_code) if self.ungradable else (self.rollout.error or "").partition(":")[0]
 
 
 class Sampler:
@@ -43,16 +48,21 @@ class Sampler:
     async def sample(self, item: Item, key: Key, group: str | None, indexes: Sequence[int]) -> list[Done]:
         """Answers number ``indexes`` of an item, out of one request: graded and reported as members of ``group``."""
         blank = Rollout(item.id, key[1], 0, group)
-        if item.gold is None and self._needs_gold:
-            why = f"not graded: {_NO_GOLD}: item {item.id!r} has no gold answer"
-            return self._failed([replace(blank, index=index, error=why, reason_code=_NO_GOLD) for index in indexes])
+        known = self._records.goldless(item)
+        if known is None and item.gold is None and self._needs_gold:
+            known = _NO_GOLD, f"not graded: {_NO_GOLD}: item {item.id!r} has no gold answer"
+        if known is not None:
+            reason_code, why = known
+            return self._failed(
+                item, [replace(blank, index=index, error=why, reason_code=reason_code) for index in indexes]
+            )
         asking = self._asking.copy()
         asking["n"] = len(indexes)
         try:
             answer = await self._client.chat(item.messages, **asking)
             check_choices(answer, len(indexes))
         except HarnessError as error:
-            return self._failed([replace(blank, index=index, error=told(error)) for index in indexes])
+            return self._failed(item, [replace(blank, index=index, error=told(error)) for index in indexes])
         rollouts = await asyncio.gather(
             *(
                 self._grade(item, replace(blank, index=indexes[choice.index]), answer, choice)
@@ -60,7 +70,7 @@ class Sampler:
             )
         )
         self._records.answered(item, [each for each in rollouts if each.error is None])
-        self._records.failed([each for each in rollouts if each.error is not None])
+        self._records.failed([each for each in rollouts if each.error is not None], item)
         return await asyncio.gather(*(self.report(each) for each in rollouts))
 
     async def report(self, rollout: Rollout) -> Done:
@@ -76,8 +86,8 @@ class Sampler:
         self._records.reported(rollout)
         return Done(rollout, state)
 
-    def _failed(self, rollouts: list[Rollout]) -> list[Done]:
-        self._records.failed(rollouts)
+    def _failed(self, item: Item, rollouts: list[Rollout]) -> list[Done]:
+        self._records.failed(rollouts, item)
         return [Done(each, ungradable=_ungradable(each)) for each in rollouts]
 
     async def _grade(self, item: Item, blank: Rollout, answer: Completion, choice: Choice) -> Rollout:
