@@ -341,9 +341,10 @@ class FakeHost:
         return -9
 
     async def stop(self) -> None:
+        gone = self._gone  # of this engine: another may have been started by the time that it has ended
         if self.engines:
             await asyncio.to_thread(self.engine.stop)
-        self._gone.set()
+        gone.set()
 
     async def die(self) -> None:
         await self.stop()
