@@ -28,6 +28,7 @@ test-harbor: $(INSTALLED) $(HARBOR) sandbox  ## Harbor's own command and agents 
 
 soak: $(INSTALLED)  ## for hours: kill -9 of everybody at every point, then 200 times at random; nothing is lost or done twice
 	REEF_EXAMPLES=others $(RUN) pytest -m "not slow and not gpu"
+	REEF_STALLS=$$$$ $(RUN) pytest -p tests.stalls -n 2 --dist loadfile -m "not slow and not gpu"
 	REEF_CRASH=all $(RUN) pytest -s tests/crash/test_matrix.py -k any_point
 	$(RUN) tests.crash.soak --kills 200
 
