@@ -508,7 +508,7 @@ def test_items_that_cannot_be_judged_are_named_once_for_each_reason(
     common = ["--url", service.url, "--items", str(tmp_path / "items.jsonl"), "--grader", "final", "--samples", "1"]
     assert main(["compute", method, *common]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if "judged" in line] == ["no_gold: 4 items could not be judged: i0, i1, i2, ..."]
+    assert [line for line in said if "judged" in line] == ["no_gold: 4 items could not be judged: i0, i1, i2, …"]
 
 
 def two_items(tmp_path: Path, service: Any) -> list[str]:

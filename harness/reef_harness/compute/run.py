@@ -10,13 +10,12 @@ from reef_harness.compute.asker import Asker
 from reef_harness.compute.outcome import Candidate, Outcome, Spent, releases_of, total
 from reef_harness.errors import HarnessError
 from reef_harness.evaluation.intervals import Figure, by_item
-from reef_harness.evaluation.table import share, table
+from reef_harness.evaluation.table import counted, first_of, share, table
 from reef_harness.graders import Grader, Verdict
 from reef_harness.together import together
 from reef_harness.types import Item
 
 Method = Callable[[Asker, Item], Awaitable[Outcome]]
-_SHOWN = 3  # items named of those that could not be judged for one reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +134,9 @@ async def summarize(
 def told_of(unjudged: Mapping[str, Sequence[str]]) -> list[str]:
     """A line for each reason, for people: the first items, and how many there are."""
     return [
-        f"{reason}: {_items(len(ids))} could not be judged: {', '.join(ids[:_SHOWN])}"
-        + (", ..." if len(ids) > _SHOWN else "")
+        f"{reason}: {counted(len(ids), 'item')} could not be judged: {first_of(ids)}"
         for reason, ids in sorted(unjudged.items())
     ]
-
-
-def _items(count: int) -> str:
-    return "1 item" if count == 1 else f"{count} items"
 
 
 HEAD = ("method", "accuracy", "expected", "sampled tokens", "prompt tokens", "requests", "ties", "none", "errors")
